@@ -1,0 +1,94 @@
+"""Every error that a user can cause, under one root class.
+
+An error names the port, file or value, states the rule that it breaks, and says what to do next.
+`exit_code` is the exit status of the command (see `docs/exit-codes.md`); anything raised that is not
+a `ParityError` is a defect of this project.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+__all__ = [
+    "EngineFailedError",
+    "EngineUnavailableError",
+    "InputError",
+    "InvalidRunError",
+    "NotDrivableError",
+    "ParityError",
+]
+
+
+class ParityError(Exception):
+    """Root of all errors that this project raises on purpose.
+
+    Attributes:
+        message: what is wrong: the port, file or value by name, and the rule it breaks.
+        next_action: what the user can do about it, as an imperative sentence.
+        exit_code: exit status of the command when this error ends it.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, message: str, *, next_action: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_action = next_action
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.next_action}"
+
+
+class InputError(ParityError):
+    """A file, value or option that cannot be used: unreadable, unknown, out of range."""
+
+
+class NotDrivableError(ParityError):
+    """The topology is known, but the decode loop cannot feed what the graph asks for.
+
+    Attributes:
+        code: refusal code, always `E_NOT_DRIVABLE`.
+        ports: the ports that cannot be fed.
+    """
+
+    exit_code: ClassVar[int] = 3
+    code: ClassVar[str] = "E_NOT_DRIVABLE"
+
+    def __init__(self, message: str, *, next_action: str, ports: tuple[str, ...]) -> None:
+        super().__init__(message, next_action=next_action)
+        self.ports = ports
+
+
+class EngineFailedError(ParityError):
+    """An engine was asked to do what it should be able to do, and did not: this is a verdict.
+
+    Attributes:
+        kind: `crashed`, `timeout`, or `unsupported` (an operator or type that it lacks).
+        step: index of the decode step at which it failed (0 is the prefill); None before decoding.
+    """
+
+    exit_code: ClassVar[int] = 4
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        next_action: str,
+        kind: Literal["crashed", "timeout", "unsupported"],
+        step: int | None = None,
+    ) -> None:
+        super().__init__(message, next_action=next_action)
+        self.kind = kind
+        self.step = step
+
+
+class EngineUnavailableError(ParityError):
+    """An engine that is known but not usable on this machine (a package or device is missing)."""
+
+    exit_code: ClassVar[int] = 5
+
+
+class InvalidRunError(ParityError):
+    """A run that proves nothing: the engine did not run as requested, or the oracle failed its proof."""
+
+    exit_code: ClassVar[int] = 6
