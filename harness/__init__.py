@@ -1,0 +1,1 @@
+"""Differential testing of ONNX language models: candidate engines against a trustworthy oracle."""

@@ -1,0 +1,1 @@
+"""Topology and session to trace: the greedy loop."""

@@ -1,0 +1,1 @@
+"""Built-in packages, written on the fly."""

@@ -1,0 +1,1 @@
+"""Our own executor of ONNX graphs in numpy, independent of every runtime under test."""

@@ -1,0 +1,1 @@
+"""Two traces to a verdict."""

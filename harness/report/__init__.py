@@ -1,0 +1,1 @@
+"""Events to JSON and console."""

@@ -1,0 +1,1 @@
+"""The oracle's operators, in rooms by family."""
