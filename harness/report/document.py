@@ -1,0 +1,192 @@
+"""Events of one check, gathered into the JSON document `onnx-parity/parity/1`.
+
+Field names and meanings are a contract: a change needs a new schema number. The JSON Schema of the
+document is `reports/schemas/parity-1.schema.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from harness.events import (
+    CheckFinished,
+    CheckStarted,
+    Event,
+    FirstDivergence,
+    PromptJudged,
+    PromptStarted,
+    SessionOpened,
+)
+
+__all__ = ["SCHEMA", "ParityDocument", "token_sha256"]
+
+SCHEMA = "onnx-parity/parity/1"
+_INTERRUPTED = 130
+
+
+def token_sha256(token_ids: Iterable[int]) -> str:
+    """SHA-256, in hex, over token IDs as little-endian signed 64-bit integers."""
+    ids = tuple(token_ids)
+    return hashlib.sha256(struct.pack(f"<{len(ids)}q", *ids)).hexdigest()
+
+
+class ParityDocument:
+    """An event sink that always holds a valid report of what has happened so far.
+
+    Until `CheckFinished` arrives the document reads as interrupted (`exit_code` 130): should the process
+    be killed, what was written last says so by itself.
+    """
+
+    def __init__(self) -> None:
+        self._model: dict[str, Any] | None = None
+        self._sides: dict[str, dict[str, Any]] = {}
+        self._compared: tuple[str, ...] = ("tokens",)
+        self._seed = 0
+        self._prompts: dict[int, dict[str, Any]] = {}
+        self._started: dict[int, PromptStarted] = {}
+        self._failure: dict[str, Any] | None = None
+        self._finished: CheckFinished | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Take one event into the document."""
+        match event:
+            case CheckStarted():
+                self._start(event)
+            case SessionOpened():
+                self._open(event)
+            case PromptStarted():
+                self._started[event.index] = event
+            case PromptJudged():
+                self._judge(event)
+            case CheckFinished():
+                self._finished = event
+
+    def mapping(self) -> dict[str, Any]:
+        """The document as plain data, in the field order of the schema."""
+        end = self._finished
+        return {
+            "schema": SCHEMA,
+            "verdict": end.verdict if end else None,
+            "exit_code": end.exit_code if end else _INTERRUPTED,
+            "error": dict(end.error) if end and end.error else None,
+            "refusal": dict(end.refusal) if end and end.refusal else None,
+            "interrupted": end.interrupted if end else True,
+            "seed": self._seed,
+            "compared": list(self._compared),
+            "attribution": None,
+            "model": self._model,
+            "candidate": self._candidate(),
+            "oracle": self._sides.get("oracle"),
+            "source": None,
+            "prompts": [self._prompts[i] for i in sorted(self._prompts)],
+        }
+
+    def _start(self, event: CheckStarted) -> None:
+        self._seed, self._compared = event.seed, event.compared
+        self._model = {
+            "path": event.model_path,
+            "sha256": event.model_sha256,
+            "topology": {
+                "outcome": event.topology_outcome,
+                "kv_inputs": event.kv_inputs,
+                "state_pairs": event.state_pairs,
+            },
+        }
+        self._sides["candidate"] = {
+            "engine": event.candidate,
+            "version": None,
+            "settings": {},
+            "placement": None,
+            "mode": None,
+        }
+        self._sides["oracle"] = {
+            "engine": event.oracle,
+            "version": None,
+            "settings": {},
+            "precision": None,
+            "mode": event.oracle_mode,
+            "proof": None,
+        }
+
+    def _open(self, event: SessionOpened) -> None:
+        side = self._sides[event.role]
+        side.update(version=event.version, settings=dict(event.settings))
+        if event.role == "candidate":
+            side.update(placement=_plain(event.placement), mode=event.mode)
+        else:
+            side["precision"] = event.settings.get("precision")
+
+    def _judge(self, event: PromptJudged) -> None:
+        start = self._started[event.index]
+        if event.failure is not None and self._failure is None:
+            f = event.failure
+            self._failure = {
+                "kind": f.kind,
+                "message": f.message,
+                "step": f.step,
+                "signal": f.signal,
+                "exit_code": f.exit_code,
+                "limit": f.limit,
+                "stderr_tail": f.stderr_tail,
+            }
+        tokens, seconds = len(event.candidate_ids), event.candidate_seconds
+        self._prompts[event.index] = {
+            "text": start.text,
+            "prompt_ids": list(start.prompt_ids),
+            "max_new_tokens": start.max_new_tokens,
+            "candidate_ids": list(event.candidate_ids),
+            "oracle_ids": list(event.oracle_ids),
+            "oracle_forced_ids": list(event.oracle_forced_ids),
+            "candidate_sha256": token_sha256(event.candidate_ids),
+            "oracle_sha256": token_sha256(event.oracle_ids),
+            "verdict": event.verdict,
+            "min_margin": _finite(event.min_margin),
+            "undecided": list(event.undecided),
+            "first_divergence": _divergence(event.first_divergence),
+            "timing": {
+                "candidate_s": seconds,
+                "oracle_s": event.oracle_seconds,
+                "candidate_tokens_per_s": tokens / seconds if seconds > 0 else None,
+            },
+        }
+
+    def _candidate(self) -> dict[str, Any] | None:
+        side = self._sides.get("candidate")
+        return None if side is None else {**side, "failure": self._failure}
+
+
+def _divergence(found: FirstDivergence | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "index": found.index,
+        "candidate_token": found.candidate_token,
+        "oracle_token": found.oracle_token,
+        "oracle_margin": _finite(found.oracle_margin),
+        "noise_band": found.noise_band,
+        "oracle_top": _pairs(found.oracle_top),
+        "candidate_top": _pairs(found.candidate_top),
+        "cause": found.cause,
+        "evidence": found.evidence,
+    }
+
+
+def _pairs(top: Sequence[tuple[int, float]]) -> list[list[int | float | None]]:
+    return [[token, _finite(logit)] for token, logit in top]
+
+
+def _finite(value: float | None) -> float | None:
+    # JSON has no NaN or infinity; a logit that is either is null, and the evidence says so in words.
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
