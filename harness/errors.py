@@ -1,7 +1,7 @@
 """Every error that a user can cause, under one root class.
 
 An error names the port, file or value, states the rule that it breaks, and says what to do next.
-`exit_code` is the exit status of the command (see `docs/exit-codes.md`); anything raised that is not
+`exit_code` is the exit status of the command (the table stands in README.md); anything raised that is not
 a `ParityError` is a defect of this project.
 """
 

@@ -75,7 +75,10 @@ class Package:
 
 
 def open_package(path: Path) -> Package:
-    """Read what the package at `path` (a directory, or one `.onnx` file in it) declares.
+    """Read what the package at `path` declares.
+
+    `path` is a directory, or an `.onnx` file: a graph that is named itself stands for itself, and what
+    sidecars in its folder declare (perhaps of another graph) is not read.
 
     Raises:
         InputError: there is no such path, no graph or more than one candidate graph in it, or a sidecar
@@ -86,13 +89,14 @@ def open_package(path: Path) -> Package:
             f"{path}: no such file or directory.",
             next_action="Give a model directory, an .onnx file, or a built-in name such as demo.",
         )
-    folder = path if path.is_dir() else path.parent
+    if path.is_file():
+        return Package(folder=path.parent, model=path)
+    folder = path
     metadata = next((folder / n for n in _METADATA_NAMES if (folder / n).is_file()), None)
     genai = folder / "genai_config.json"
     declared = _read_yaml(metadata) if metadata else None
     config = _read_json(genai) if genai.is_file() else None
-    model = path if path.is_file() else _choose_graph(folder, config)
-    return Package(folder=folder, model=model, metadata=declared, genai_config=config)
+    return Package(folder=folder, model=_choose_graph(folder, config), metadata=declared, genai_config=config)
 
 
 def model_files(model: Path) -> tuple[Path, ...]:

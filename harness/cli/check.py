@@ -1,0 +1,273 @@
+"""`onnx-parity check`: the main job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from harness.cli.output import json_option, print_json_line, reporting
+from harness.cli.source import find_package
+from harness.errors import EngineUnavailableError, InputError, NotDrivableError, ParityError
+from harness.events import CheckFinished, Event
+
+if TYPE_CHECKING:
+    from harness.models.builtin import BuiltinPackage
+    from harness.package import Package
+    from harness.parity.check import CheckPlan, EngineChoice, Prompt
+    from harness.topology.spec import Refusal
+
+__all__ = ["command", "failure_document"]
+
+_DEFAULT_PROMPT = "The capital of France is"
+_DEFAULT_NEW_TOKENS = 16
+
+
+class _RefusedError(ParityError):
+    """The topology is refused or declined; carries the refusal into the report."""
+
+    exit_code = 3
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(
+            f"{refusal.code}: {refusal.message}",
+            next_action="Declare what the message asks for in inference_metadata.yaml, or correct the export.",
+        )
+        self.refusal = refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What the user asked for, with the package opened."""
+
+    name: str
+    package: Package
+    builtin: BuiltinPackage | None
+    texts: tuple[str, ...]
+    id_lists: tuple[str, ...]
+    max_new_tokens: int | None
+    stop_on_eos: bool
+    ignore_declared: bool
+
+
+def failure_document(error: ParityError) -> Mapping[str, Any]:
+    """The parity document of a check that could not begin."""
+    from harness.report.document import ParityDocument
+
+    refusal: dict[str, Any] | None = None
+    if isinstance(error, _RefusedError):
+        r = error.refusal
+        refusal = {"code": r.code, "also": list(r.also), "message": r.message, "ports": list(r.ports)}
+    elif isinstance(error, NotDrivableError):
+        refusal = {"code": error.code, "also": [], "message": error.message, "ports": list(error.ports)}
+    document = ParityDocument()
+    document(
+        CheckFinished(
+            verdict=None,
+            exit_code=error.exit_code,
+            error=None if refusal else {"message": error.message, "next": error.next_action},
+            refusal=refusal,
+            interrupted=error.exit_code == 130,
+        )
+    )
+    return document.mapping()
+
+
+@click.command("check")
+@click.argument("package", default="demo")
+@click.option("--candidate", metavar="ENGINE", help="Engine under test, such as ort-cpu:threads=1.")
+@click.option(
+    "--oracle", "oracle_name", metavar="ENGINE", default="oracle", show_default=True, help="Trusted engine."
+)
+@click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A text to continue. Repeatable.")
+@click.option(
+    "--prompt-ids", "id_lists", multiple=True, metavar="1,2,3", help="Token IDs to continue. Repeatable."
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), help="Tokens to decode a prompt. [default: 16]"
+)
+@click.option("--stop-on-eos", is_flag=True, help="Stop at the package's end-of-sequence token.")
+@click.option("--ignore-declared", is_flag=True, help="Derive the topology whatever the sidecars say.")
+@click.option(
+    "--report-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where parity.json goes. [default: reports/<UTC time>-<package>]",
+)
+@json_option
+@reporting(failure_document)
+def command(
+    package: str,
+    candidate: str | None,
+    oracle_name: str,
+    texts: tuple[str, ...],
+    id_lists: tuple[str, ...],
+    max_new_tokens: int | None,
+    stop_on_eos: bool,
+    ignore_declared: bool,
+    report_dir: Path | None,
+    as_json: bool,
+) -> int:
+    """Decode PACKAGE on a candidate engine and compare every token with the oracle.
+
+    PACKAGE is a model directory, an .onnx file (taken for itself, without sidecars), or a built-in name:
+    demo, smollm2, smollm2-int4. Built-in packages bring their own prompts and length.
+    """
+    from rich.console import Console
+
+    from harness.parity.check import run_check
+    from harness.report.console import ProgressReporter, render_report
+    from harness.report.document import ParityDocument
+    from harness.report.writer import ReportWriter
+
+    say = Console(stderr=True)
+    engines = _choose_engines(candidate, oracle_name)
+    found, builtin = find_package(package)
+    plan = _plan(
+        _Request(
+            name=package,
+            package=found,
+            builtin=builtin,
+            texts=texts,
+            id_lists=id_lists,
+            max_new_tokens=max_new_tokens,
+            stop_on_eos=stop_on_eos,
+            ignore_declared=ignore_declared,
+        ),
+        engines,
+    )
+    document = ParityDocument()
+    writer = ReportWriter(report_dir or _default_report_dir(package), document)
+    progress = ProgressReporter(say)
+
+    def emit(event: Event) -> None:
+        for sink in (document, writer, progress):
+            sink(event)
+
+    try:
+        end = run_check(plan, emit)
+    finally:
+        progress.close()
+    if as_json:
+        print_json_line(document.mapping())
+    else:
+        Console().print(render_report(document.mapping(), token_text=_token_text(found)))
+    say.print(f"report: {writer.path}", style="dim", markup=False, highlight=False, soft_wrap=True)
+    return end.exit_code
+
+
+def _choose_engines(candidate: str | None, oracle: str) -> tuple[EngineChoice, EngineChoice]:
+    from harness.engines.registry import default_candidate, parse_engine
+    from harness.parity.check import EngineChoice
+
+    chosen = []
+    for text in (candidate, oracle):
+        if text is None:
+            chosen.append(EngineChoice(default_candidate(), {}))
+            continue
+        spec = parse_engine(text)
+        state = spec.engine.availability()
+        if not state.usable:
+            raise EngineUnavailableError(
+                f"{spec.engine.name} is not usable here: {state.reason}",
+                next_action=state.next_action or "See `onnx-parity engines`.",
+            )
+        chosen.append(EngineChoice(spec.engine, spec.options))
+    return chosen[0], chosen[1]
+
+
+def _plan(request: _Request, engines: tuple[EngineChoice, EngineChoice]) -> CheckPlan:
+    from harness.models.builtin import cache_dir
+    from harness.package import model_sha256
+    from harness.parity.check import CheckPlan
+    from harness.ports import read_ports
+    from harness.topology.resolve import resolve_package
+
+    package, builtin = request.package, request.builtin
+    inventory = read_ports(package.model)
+    # Hashing reads every file of the model: what is missing or outside the package is found here.
+    sha256 = model_sha256(package.model, cache=cache_dir())
+    derivation = resolve_package(package, inventory, ignore_declared=request.ignore_declared)
+    if derivation.topology is None:
+        assert derivation.refusal is not None
+        raise _RefusedError(derivation.refusal)
+    return CheckPlan(
+        package=request.name,
+        model=package.model,
+        model_sha256=sha256,
+        topology=derivation.topology,
+        topology_outcome=derivation.outcome.value,
+        candidate=engines[0],
+        oracle=engines[1],
+        prompts=_prompts(request, vocabulary_size(inventory, derivation.topology)),
+        max_new_tokens=request.max_new_tokens
+        or (builtin.max_new_tokens if builtin else _DEFAULT_NEW_TOKENS),
+        stop_ids=_stop_ids(package) if request.stop_on_eos else (),
+    )
+
+
+def _stop_ids(package: Package) -> tuple[int, ...]:
+    ids = package.eos_token_ids()
+    if not ids:
+        raise InputError(
+            f"{package.folder}: --stop-on-eos needs an eos_token_id, and no file of the package names one.",
+            next_action="Leave the option out, or add generation_config.json with eos_token_id.",
+        )
+    return ids
+
+
+def _prompts(request: _Request, vocabulary: int | None) -> tuple[Prompt, ...]:
+    from harness.decode.prompts import check_prompt_ids, encode_prompt
+    from harness.parity.check import Prompt
+
+    asked: list[str | tuple[int, ...]] = [*request.texts, *map(_parse_ids, request.id_lists)]
+    if not asked and request.builtin is not None:
+        asked = list(request.builtin.prompts)
+    if not asked:
+        if request.package.tokenizer is None:
+            raise InputError(
+                f"{request.package.folder}: no prompt, and no tokenizer.json to encode the default one.",
+                next_action="Give token IDs with --prompt-ids 1,2,3.",
+            )
+        asked = [_DEFAULT_PROMPT]
+    prompts = []
+    for prompt in asked:
+        if isinstance(prompt, str):
+            ids = encode_prompt(request.package.folder, prompt)
+            prompts.append(Prompt(check_prompt_ids(ids, vocabulary), text=prompt))
+        else:
+            prompts.append(Prompt(check_prompt_ids(prompt, vocabulary)))
+    return tuple(prompts)
+
+
+def _parse_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if text.strip())
+    except ValueError:
+        raise InputError(
+            f"--prompt-ids {text!r}: token IDs are whole numbers, separated by commas.",
+            next_action="Write --prompt-ids 1,2,3.",
+        ) from None
+
+
+def _token_text(package: Package) -> Callable[[int], str] | None:
+    if package.tokenizer is None:
+        return None
+    from harness.decode.prompts import decode_tokens
+
+    return lambda token: decode_tokens(package.folder, (token,))
+
+
+def _default_report_dir(package: str) -> Path:
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(package).resolve().name or "package").strip("-.") or "package"
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    folder = Path("reports") / f"{stamp}-{label}"
+    for n in range(2, 1000):
+        if not folder.exists():
+            break
+        folder = Path("reports") / f"{stamp}-{label}-{n}"
+    return folder

@@ -1,0 +1,259 @@
+"""The main job: decode on the candidate, verify on the oracle, say what was found.
+
+Everything that happens is emitted as events; the return value only closes the stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.decode.loop import forced_decode, greedy_decode
+from harness.decode.trace import Trace
+from harness.engines.base import Engine, OptionValue, Session
+from harness.errors import EngineFailedError, InvalidRunError, ParityError
+from harness.events import (
+    CheckFinished,
+    CheckStarted,
+    EngineRole,
+    EventSink,
+    FailureFacts,
+    PromptJudged,
+    PromptStarted,
+    SessionOpened,
+    TokenDecoded,
+)
+from harness.parity.compare import compare_tokens
+from harness.parity.verdict import Verdict, exit_code_of, worst_verdict
+from harness.topology.spec import Topology
+
+__all__ = ["CheckPlan", "EngineChoice", "Prompt", "run_check"]
+
+INTERRUPTED = 130
+TOP_K = 5
+"""Logits kept for each position: enough to see what a near miss was near to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to continue: token IDs, and the text they came from (None for a prompt given as IDs)."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """An engine with its options."""
+
+    engine: Engine
+    options: Mapping[str, OptionValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckPlan:
+    """A check whose inputs are all known to be valid.
+
+    Attributes:
+        package: what the user named.
+        model: the graph file.
+        model_sha256: as `harness.package.model_sha256`.
+        topology: of the graph.
+        topology_outcome: `derived` or `declared`.
+        candidate: the engine under test.
+        oracle: the engine trusted as reference.
+        prompts: at least one.
+        max_new_tokens: tokens to decode for each prompt, at least one.
+        stop_ids: end-of-sequence IDs; the ID that stops is the last token of the decode.
+    """
+
+    package: str
+    model: Path
+    model_sha256: str
+    topology: Topology
+    topology_outcome: str
+    candidate: EngineChoice
+    oracle: EngineChoice
+    prompts: Sequence[Prompt]
+    max_new_tokens: int
+    stop_ids: tuple[int, ...] = ()
+
+
+def run_check(plan: CheckPlan, emit: EventSink) -> CheckFinished:
+    """Run a check and emit what happens; the last event is also returned.
+
+    A failing engine is a verdict, an error of ours or an interruption ends the stream with what was done
+    so far. Only defects of this project and failing sinks raise.
+    """
+    try:
+        end = _Check(plan, emit).run()
+    except ParityError as error:
+        invalid = isinstance(error, InvalidRunError)
+        end = CheckFinished(
+            verdict=Verdict.INVALID_RUN if invalid else None,
+            exit_code=error.exit_code,
+            error={"message": error.message, "next": error.next_action},
+        )
+    except KeyboardInterrupt:
+        end = CheckFinished(verdict=None, exit_code=INTERRUPTED, interrupted=True, error=_INTERRUPTION)
+    emit(end)
+    return end
+
+
+_INTERRUPTION = {
+    "message": "The check was interrupted; the report holds what was judged before.",
+    "next": "Run it again to judge every prompt.",
+}
+
+
+class _Check:
+    """One run of a plan: the two sessions and the stream."""
+
+    def __init__(self, plan: CheckPlan, emit: EventSink) -> None:
+        self._plan = plan
+        self._emit = emit
+
+    def run(self) -> CheckFinished:
+        plan = self._plan
+        self._emit(
+            CheckStarted(
+                package=plan.package,
+                model_path=str(plan.model),
+                model_sha256=plan.model_sha256,
+                topology_outcome=plan.topology_outcome,
+                kv_inputs=len(plan.topology.kv_inputs),
+                state_pairs=len(plan.topology.state_pairs),
+                candidate=plan.candidate.engine.name,
+                oracle=plan.oracle.engine.name,
+                oracle_mode="stepwise",
+                prompts=len(plan.prompts),
+            )
+        )
+        # The oracle first: what it cannot load ends the check before the candidate has cost anything.
+        oracle = self._open("oracle", plan.oracle)
+        candidate: Session | None = None
+        verdicts: list[Verdict] = []
+        try:
+            for index, prompt in enumerate(plan.prompts):
+                self._emit(PromptStarted(index, prompt.text, prompt.token_ids, plan.max_new_tokens))
+                try:
+                    # A session that has failed is never used again: the next prompt gets a new one.
+                    candidate = candidate or self._open("candidate", plan.candidate)
+                    trace = greedy_decode(
+                        candidate,
+                        plan.topology,
+                        prompt.token_ids,
+                        max_new_tokens=plan.max_new_tokens,
+                        stop_ids=plan.stop_ids,
+                        top_k=TOP_K,
+                        on_step=self._progress(index, "candidate"),
+                    )
+                except EngineFailedError as error:
+                    judged = _failed_before_decoding(index, error)
+                else:
+                    judged = self._judge(index, trace, oracle)
+                    if trace.failure is not None:
+                        candidate.close()
+                        candidate = None
+                verdicts.append(Verdict(judged.verdict))
+                self._emit(judged)
+        finally:
+            oracle.close()
+            if candidate is not None:
+                candidate.close()
+        verdict = worst_verdict(verdicts)
+        return CheckFinished(verdict=verdict, exit_code=exit_code_of(verdict))
+
+    def _open(self, role: EngineRole, choice: EngineChoice) -> Session:
+        start = time.perf_counter()
+        session = choice.engine.open(self._plan.model, choice.options)
+        info = session.info
+        self._emit(
+            SessionOpened(
+                role=role,
+                engine=info.engine,
+                version=info.version,
+                settings=info.settings,
+                placement=info.placement,
+                mode=info.mode,
+                seconds=time.perf_counter() - start,
+            )
+        )
+        return session
+
+    def _judge(self, index: int, trace: Trace, oracle: Session) -> PromptJudged:
+        failure = trace.failure
+        facts = None if failure is None else FailureFacts(failure.kind, failure.message, failure.step)
+        if not trace.token_ids:
+            assert facts is not None, "a decode without tokens and without a failure"
+            return _failed(index, facts, trace.seconds)
+        forced = forced_decode(
+            oracle,
+            self._plan.topology,
+            trace.prompt_ids,
+            trace.token_ids,
+            top_k=TOP_K,
+            on_step=self._progress(index, "oracle"),
+        )
+        _require_sound_oracle(index, forced)
+        found = compare_tokens(trace, forced)
+        return PromptJudged(
+            index=index,
+            verdict=found.verdict if facts is None else Verdict(facts.kind),
+            candidate_ids=trace.token_ids,
+            oracle_ids=found.oracle_ids,
+            oracle_forced_ids=found.oracle_forced_ids,
+            min_margin=found.min_margin,
+            candidate_seconds=trace.seconds,
+            oracle_seconds=forced.seconds,
+            first_divergence=found.first_divergence,
+            failure=facts,
+        )
+
+    def _progress(self, index: int, role: EngineRole) -> _Progress:
+        return _Progress(self._emit, index, role)
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    emit: EventSink
+    index: int
+    role: EngineRole
+
+    def __call__(self, step: int, token_id: int) -> None:
+        self.emit(TokenDecoded(self.index, self.role, step, token_id))
+
+
+def _failed_before_decoding(index: int, error: EngineFailedError) -> PromptJudged:
+    return _failed(index, FailureFacts(error.kind, error.message, error.step), 0.0)
+
+
+def _failed(index: int, facts: FailureFacts, seconds: float) -> PromptJudged:
+    return PromptJudged(
+        index=index,
+        verdict=facts.kind,
+        candidate_ids=(),
+        oracle_ids=(),
+        oracle_forced_ids=(),
+        min_margin=None,
+        candidate_seconds=seconds,
+        oracle_seconds=0.0,
+        failure=facts,
+    )
+
+
+def _require_sound_oracle(index: int, forced: Trace) -> None:
+    if forced.failure is not None:
+        raise InvalidRunError(
+            f"The oracle failed on prompt {index} at step {forced.failure.step}: {forced.failure.message}",
+            next_action="Choose another oracle with --oracle, or report the operator it lacks.",
+        )
+    for position, step in enumerate(forced.steps):
+        if step.has_nan:
+            raise InvalidRunError(
+                f"The oracle's logits hold NaN on prompt {index} at generated position {position}: "
+                "such an oracle proves nothing.",
+                next_action="Check the exported weights for overflow; try --oracle oracle:precision=float64.",
+            )

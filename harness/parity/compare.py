@@ -1,0 +1,90 @@
+"""Two traces to one verdict on their tokens.
+
+The candidate's trace is its own greedy decode. The oracle's trace is a forced decode along the candidate's
+tokens: at each position it holds the oracle's logits after exactly those tokens. As long as its argmax
+equals the candidate's token, that *is* the oracle's own greedy decode, by induction over positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.decode.trace import Trace
+from harness.engines.base import TopLogits
+from harness.events import FirstDivergence
+from harness.parity.verdict import Verdict
+
+__all__ = ["TokenComparison", "compare_tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenComparison:
+    """What the comparison of one prompt found; fields as in `harness.events.PromptJudged`."""
+
+    verdict: Verdict
+    oracle_ids: tuple[int, ...]
+    oracle_forced_ids: tuple[int, ...]
+    min_margin: float | None
+    first_divergence: FirstDivergence | None
+
+
+def compare_tokens(candidate: Trace, oracle: Trace) -> TokenComparison:
+    """Compare the candidate's tokens with the oracle's argmax after the same tokens.
+
+    A position whose candidate logits hold a NaN is a divergence whatever the token: no order is defined
+    there. Any difference is `divergent`, however small the oracle's margin.
+
+    Args:
+        candidate: a greedy decode.
+        oracle: a forced decode along `candidate.token_ids`, from the same prompt.
+
+    Raises:
+        ValueError: the traces do not belong together, or hold no position to compare.
+    """
+    chosen = candidate.token_ids
+    if oracle.prompt_ids != candidate.prompt_ids or len(oracle.steps) != len(chosen):
+        raise ValueError("the oracle's trace does not follow the candidate's tokens")
+    if not chosen:
+        raise ValueError("the candidate produced no token: there is nothing to compare")
+    forced = tuple(step.argmax for step in oracle.steps)
+    parted = next(
+        (
+            i
+            for i, token in enumerate(chosen)
+            if token != forced[i] or (candidate.steps[i].has_nan and not oracle.steps[i].has_nan)
+        ),
+        None,
+    )
+    own = forced if parted is None else forced[: parted + 1]
+    return TokenComparison(
+        verdict=Verdict.IDENTICAL if parted is None else Verdict.DIVERGENT,
+        oracle_ids=own,
+        oracle_forced_ids=forced,
+        min_margin=min(step.margin for step in oracle.steps[: len(own)]),
+        first_divergence=None if parted is None else _describe(parted, candidate, oracle),
+    )
+
+
+def _describe(index: int, candidate: Trace, oracle: Trace) -> FirstDivergence:
+    theirs, ours = candidate.steps[index], oracle.steps[index]
+    token = candidate.token_ids[index]
+    return FirstDivergence(
+        index=index,
+        candidate_token=token,
+        oracle_token=ours.argmax,
+        oracle_margin=ours.margin,
+        oracle_top=tuple(zip(ours.token_ids, ours.values, strict=True)),
+        candidate_top=tuple(zip(theirs.token_ids, theirs.values, strict=True)),
+        evidence=_evidence(token, theirs, ours),
+    )
+
+
+def _evidence(token: int, theirs: TopLogits, ours: TopLogits) -> str:
+    if theirs.has_nan:
+        return "the candidate's logits hold NaN at this position"
+    if token in ours.token_ids:
+        rank = ours.token_ids.index(token)
+        behind = f"{ours.values[0] - ours.values[rank]:.4g} behind the oracle's choice, at rank {rank + 1}"
+    else:
+        behind = f"not among the oracle's {len(ours.token_ids)} largest logits"
+    return f"the candidate's token is {behind}; the candidate's own margin is {theirs.margin:.4g}"

@@ -1,0 +1,190 @@
+"""Events for a person at a terminal: progress while it runs, then what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from harness.events import CheckFinished, CheckStarted, Event, PromptStarted, SessionOpened, TokenDecoded
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+__all__ = ["ProgressReporter", "render_report"]
+
+TokenText = Callable[[int], str]
+"""Text of one token ID, for people only."""
+
+_STYLES = {
+    "identical": "bold green",
+    "near-tie": "bold yellow",
+    "inconclusive": "bold yellow",
+}
+
+
+class ProgressReporter:
+    """An event sink that shows on a terminal how far the check is; elsewhere it says one line a prompt."""
+
+    def __init__(self, console: Console) -> None:
+        """`console` writes to standard error."""
+        self._console = console
+        self._live = console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not self._live,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._prompts = 0
+        self._names: dict[str, str] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        match event:
+            case CheckStarted():
+                self._prompts = event.prompts
+                self._names = {"candidate": event.candidate, "oracle": event.oracle}
+                self._progress.start()
+            case SessionOpened():
+                self._say(f"{event.role} {event.engine} {event.version} loaded in {event.seconds:.1f} s")
+            case PromptStarted():
+                for role, name in self._names.items():
+                    self._restart(role, f"prompt {event.index + 1}/{self._prompts} {name}", event)
+                if not self._live:
+                    self._say(f"prompt {event.index + 1}/{self._prompts}: {event.max_new_tokens} tokens")
+            case TokenDecoded():
+                self._progress.update(self._tasks[event.role], completed=event.step + 1)
+            case CheckFinished():
+                self.close()
+
+    def close(self) -> None:
+        """Take the progress display away. May be called twice."""
+        self._progress.stop()
+
+    def _restart(self, role: str, description: str, event: PromptStarted) -> None:
+        if role in self._tasks:
+            self._progress.remove_task(self._tasks[role])
+        self._tasks[role] = self._progress.add_task(escape(description), total=event.max_new_tokens)
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, style="dim", markup=False, highlight=False)
+
+
+def render_report(document: Mapping[str, Any], *, token_text: TokenText | None = None) -> Group:
+    """A parity document as a person reads it: what ran, a row for each prompt, and every first divergence.
+
+    Args:
+        document: `onnx-parity/parity/1`.
+        token_text: shows tokens as text beside their IDs; None shows IDs alone.
+    """
+    parts: list[Any] = []
+    if document["model"] is not None:
+        parts += [_head(document), Text(), _table(document)]
+    for number, prompt in enumerate(document["prompts"], 1):
+        if prompt["first_divergence"] is not None:
+            parts += [Text(), _divergence(number, prompt, token_text)]
+    failure = (document["candidate"] or {}).get("failure")
+    if failure is not None:
+        where = "" if failure["step"] is None else f" at step {failure['step']}"
+        parts += [Text(), Text(f"The candidate {failure['kind']}{where}: {failure['message']}")]
+    if document["error"] is not None:
+        parts += [Text(), Text(f"{document['error']['message']} {document['error']['next']}")]
+    if document["verdict"] is not None:
+        parts += [Text(), Text(f"verdict: {document['verdict']}", style=_style(document["verdict"]))]
+    return Group(*parts)
+
+
+def _head(document: Mapping[str, Any]) -> Table:
+    model, topology = document["model"], document["model"]["topology"]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("model", Text(f"{model['path']}  sha256 {model['sha256'][:12]}", overflow="fold"))
+    grid.add_row(
+        "topology",
+        f"{topology['outcome']}: {topology['kv_inputs']} KV inputs, {topology['state_pairs']} state pairs",
+    )
+    for role in ("candidate", "oracle"):
+        grid.add_row(role, Text(_engine(document[role]), overflow="fold"))
+    return grid
+
+
+def _engine(side: Mapping[str, Any]) -> str:
+    settings = [f"{key}={value}" for key, value in side["settings"].items()]
+    parts = [f"{side['engine']} {side['version'] or ''}".strip(), *settings]
+    if side.get("placement"):
+        nodes = {
+            provider: sum(operators.values())
+            for provider, operators in side["placement"].get("providers", {}).items()
+        }
+        parts += [f"{count} nodes on {provider}" for provider, count in nodes.items()]
+    if side["mode"]:
+        parts.append(side["mode"])
+    return ", ".join(parts)
+
+
+def _table(document: Mapping[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("#", justify="right")
+    table.add_column("prompt", max_width=36, no_wrap=True, overflow="ellipsis")
+    table.add_column("verdict")
+    table.add_column("tokens", justify="right")
+    table.add_column("parts at", justify="right")
+    table.add_column("margin", justify="right")
+    for number, prompt in enumerate(document["prompts"], 1):
+        text = prompt["text"]
+        shown = " ".join(map(str, prompt["prompt_ids"])) if text is None else text.replace("\n", "\\n")
+        found = prompt["first_divergence"]
+        margin = prompt["min_margin"] if found is None else found["oracle_margin"]
+        table.add_row(
+            str(number),
+            Text(shown),
+            Text(prompt["verdict"], style=_style(prompt["verdict"])),
+            f"{len(prompt['candidate_ids'])}/{prompt['max_new_tokens']}",
+            "-" if found is None else str(found["index"]),
+            "-" if margin is None else f"{margin:.4f}",
+        )
+    return table
+
+
+def _divergence(number: int, prompt: Mapping[str, Any], token_text: TokenText | None) -> Group:
+    found = prompt["first_divergence"]
+    index = found["index"]
+    lines = [
+        Text(f"prompt {number} parts at generated token {index}:", style="bold"),
+        Text(f"  after     {_tail(prompt['candidate_ids'][:index], token_text)}"),
+        Text(f"  oracle    {_choices(found['oracle_top'], token_text)}"),
+        Text(f"  candidate {_choices(found['candidate_top'], token_text)}"),
+        Text(f"  {found['evidence']}"),
+    ]
+    return Group(*lines)
+
+
+def _tail(ids: list[int], token_text: TokenText | None) -> str:
+    if not ids:
+        return "the prompt"
+    last = ids[-8:]
+    lead = "... " if len(ids) > len(last) else ""
+    if token_text is None:
+        return lead + " ".join(map(str, last))
+    return lead + repr("".join(token_text(i) for i in last))
+
+
+def _choices(top: list[list[Any]], token_text: TokenText | None) -> str:
+    shown = []
+    for token, logit in top[:3]:
+        text = "" if token_text is None else f" {token_text(token)!r}"
+        shown.append(f"{token}{text} {'not finite' if logit is None else format(logit, '.4f')}")
+    return " | ".join(shown)
+
+
+def _style(verdict: str) -> str:
+    return _STYLES.get(verdict, "bold red")
