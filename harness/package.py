@@ -67,7 +67,7 @@ class Package:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
                 raise InputError(
-                    f"{self.folder / name}: eos_token_id is {value!r}; it must be a token ID or a list of them.",
+                    f"{self.folder / name}: eos_token_id is {value!r}; a token ID or a list of them is due.",
                     next_action="Correct the file.",
                 )
             return tuple(ids)
@@ -171,7 +171,7 @@ def _choose_graph(folder: Path, genai_config: Mapping[str, Any] | None) -> Path:
     if isinstance(named, str):
         if not (folder / named).is_file():
             raise InputError(
-                f"{folder / 'genai_config.json'}: model.decoder.filename names {named!r}, which is not there.",
+                f"{folder / 'genai_config.json'}: model.decoder.filename names {named!r}, which is missing.",
                 next_action="Correct the file, or name the graph itself instead of its folder.",
             )
         return folder / named

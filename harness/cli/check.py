@@ -36,7 +36,7 @@ class _RefusedError(ParityError):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(
             f"{refusal.code}: {refusal.message}",
-            next_action="Declare what the message asks for in inference_metadata.yaml, or correct the export.",
+            next_action="Declare what it asks for in inference_metadata.yaml, or correct the export.",
         )
         self.refusal = refusal
 
@@ -88,9 +88,7 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
 @click.option(
     "--prompt-ids", "id_lists", multiple=True, metavar="1,2,3", help="Token IDs to continue. Repeatable."
 )
-@click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), help="Tokens to decode a prompt. [default: 16]"
-)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Tokens to decode a prompt. [default: 16]")
 @click.option("--stop-on-eos", is_flag=True, help="Stop at the package's end-of-sequence token.")
 @click.option("--ignore-declared", is_flag=True, help="Derive the topology whatever the sidecars say.")
 @click.option(
@@ -204,8 +202,7 @@ def _plan(request: _Request, engines: tuple[EngineChoice, EngineChoice]) -> Chec
         candidate=engines[0],
         oracle=engines[1],
         prompts=_prompts(request, vocabulary_size(inventory, derivation.topology)),
-        max_new_tokens=request.max_new_tokens
-        or (builtin.max_new_tokens if builtin else _DEFAULT_NEW_TOKENS),
+        max_new_tokens=request.max_new_tokens or (builtin.max_new_tokens if builtin else _DEFAULT_NEW_TOKENS),
         stop_ids=_stop_ids(package) if request.stop_on_eos else (),
     )
 
@@ -263,7 +260,7 @@ def _token_text(package: Package) -> Callable[[int], str] | None:
 
 
 def _default_report_dir(package: str) -> Path:
-    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(package).resolve().name or "package").strip("-.") or "package"
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(package).resolve().name).strip("-.") or "package"
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     folder = Path("reports") / f"{stamp}-{label}"
     for n in range(2, 1000):

@@ -51,7 +51,7 @@ def reporting(document: FailureDocument) -> Callable[[Callable[P, int]], Callabl
             except ParityError as error:
                 failure = error
             except KeyboardInterrupt:
-                failure = _Interrupted("Interrupted before any result.", next_action="Run it again.")
+                failure = _InterruptedError("Interrupted before any result.", next_action="Run it again.")
             report_error(failure)
             if kwargs.get("as_json"):
                 print_json_line(document(failure))
@@ -62,5 +62,5 @@ def reporting(document: FailureDocument) -> Callable[[Callable[P, int]], Callabl
     return decorate
 
 
-class _Interrupted(ParityError):
+class _InterruptedError(ParityError):
     exit_code = INTERRUPTED
