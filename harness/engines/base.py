@@ -101,10 +101,13 @@ class Session(Protocol):
         """What runs and how; complete from the moment the session exists."""
 
     def place(self, array: NDArray[Any]) -> TensorHandle:
-        """Hand a host array to the session. The caller must not write to `array` afterwards."""
+        """Hand a host array to the session; any strides. The caller must not write to it afterwards."""
 
     def zeros(self, shape: Sequence[int], dtype: str) -> TensorHandle:
-        """A tensor of zeros where the engine keeps its states; extents may be zero."""
+        """A tensor of zeros where the engine keeps its states; extents may be zero.
+
+        The handle may be fed any number of times: no run writes to what it is fed.
+        """
 
     def run(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> dict[str, TensorHandle]:
         """Run the graph once.
@@ -167,7 +170,7 @@ class Engine(Protocol):
         """Names of the options it takes, each with one line of help."""
 
     def availability(self) -> Availability:
-        """Whether it can be used here. Cheap, and never raises."""
+        """Whether it can be used here. Cheap, never raises, and writes nothing anywhere."""
 
     def open(self, model: Path, options: Mapping[str, OptionValue]) -> Session:
         """Load the graph `model`. The registry has already checked the option names.
@@ -175,5 +178,6 @@ class Engine(Protocol):
         Raises:
             EngineUnavailableError: not usable on this machine.
             EngineFailedError: the engine could not load this graph.
-            InputError: an option has a value that it cannot take.
+            InputError: an option has a value that it cannot take, or the file is no ONNX model.
+            InvalidRunError: it loaded, but would not run as asked (on another device, for example).
         """

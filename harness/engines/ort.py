@@ -1,0 +1,179 @@
+"""ONNX Runtime on the CPU and on CUDA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from harness.engines.base import Availability, Engine, OptionValue, SessionInfo
+from harness.engines.options import choice_option, count_option
+from harness.engines.ort_device import DevicePrograms
+from harness.engines.ort_placement import CPU_PROVIDER, placement_of, require_on_device
+from harness.engines.ort_runtime import (
+    CUDA_PROVIDER,
+    captured_stderr,
+    cpu_availability,
+    cuda_availability,
+    load_runtime,
+    require,
+    session_error,
+)
+from harness.engines.ort_session import OrtSession
+from harness.errors import InvalidRunError
+
+__all__ = ["CPU_ENGINE", "CUDA_ENGINE", "OrtCpuEngine", "OrtCudaEngine"]
+
+_OPTIMISATION_LEVELS = {
+    "all": "ORT_ENABLE_ALL",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "basic": "ORT_ENABLE_BASIC",
+    "disable": "ORT_DISABLE_ALL",
+}
+
+_FATAL = 4
+"""Log severity: what ONNX Runtime says about an error comes with the exception already."""
+
+_COMMON_OPTIONS = {
+    "threads": "threads within an operator; 0 (default) leaves the number to ONNX Runtime",
+    "opt": "graph optimisation: all (default), extended, basic, disable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OrtCpuEngine:
+    """ONNX Runtime's CPU provider."""
+
+    name: str = "ort-cpu"
+    description: str = "ONNX Runtime on the CPU"
+    options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(_COMMON_OPTIONS))
+
+    def availability(self) -> Availability:
+        """Whether exactly one working distribution of ONNX Runtime is installed."""
+        return cpu_availability()
+
+    def open(self, model: Path, options: Mapping[str, OptionValue]) -> OrtSession:
+        """Load `model`; see `harness.engines.base.Engine.open`."""
+        settings = _session_settings(self.name, options)
+        runtime = load_runtime()
+        try:
+            session = runtime.InferenceSession(
+                str(model), _session_options(runtime, settings), providers=[CPU_PROVIDER]
+            )
+        except Exception as error:  # ONNX Runtime raises RuntimeError and ten classes of its own
+            raise session_error(self.name, str(model), error) from error
+        info = SessionInfo(
+            engine=self.name,
+            version=runtime.__version__,
+            settings=settings,
+            placement=placement_of(session),
+            mode="eager",
+        )
+        return OrtSession(runtime, session, info=info)
+
+
+@dataclass(frozen=True, slots=True)
+class OrtCudaEngine:
+    """ONNX Runtime's CUDA provider; never its CPU provider instead."""
+
+    name: str = "ort-cuda"
+    description: str = "ONNX Runtime on an NVIDIA GPU"
+    options: Mapping[str, str] = field(
+        default_factory=lambda: MappingProxyType(
+            _COMMON_OPTIONS
+            | {
+                "device": "index of the CUDA device; 0 is the default",
+                "tf32": "1 rounds fp32 products to TF32 (about 1e-3 relative); 0 (default) does not",
+            }
+        )
+    )
+
+    def availability(self) -> Availability:
+        """Whether a session really opens on CUDA device 0."""
+        return cuda_availability()
+
+    def open(self, model: Path, options: Mapping[str, OptionValue]) -> OrtSession:
+        """Load `model` on CUDA; see `harness.engines.base.Engine.open`.
+
+        Raises:
+            InvalidRunError: the session runs on the CPU, or part of the real work does.
+        """
+        settings = _session_settings(self.name, options)
+        device = count_option(self.name, options, "device", 0)
+        tf32 = choice_option(self.name, options, "tf32", ("0", "1"))
+        require(self.name, cuda_availability(device))
+        runtime = load_runtime()
+        provider = (CUDA_PROVIDER, {"device_id": str(device), "use_tf32": tf32, "enable_cuda_graph": "0"})
+        with captured_stderr() as lines:
+            try:
+                session = runtime.InferenceSession(
+                    str(model),
+                    _session_options(runtime, settings),
+                    providers=[provider, CPU_PROVIDER],
+                    enable_fallback=0,
+                )
+            except Exception as error:  # ONNX Runtime raises RuntimeError and ten classes of its own
+                raise session_error(self.name, str(model), error) from error
+        if session.get_providers()[0] != CUDA_PROVIDER:
+            raise InvalidRunError(
+                f"{self.name} asked for {CUDA_PROVIDER}, and the session runs on "
+                f"{', '.join(session.get_providers())}: {' '.join(lines[:1]) or 'no reason given'}",
+                next_action="See `onnx-parity engines` for what is usable here.",
+            )
+        placement = placement_of(session)
+        require_on_device(CUDA_PROVIDER, placement)
+        info = SessionInfo(
+            engine=self.name,
+            version=runtime.__version__,
+            settings=settings | _cuda_settings(session),
+            placement=placement,
+            mode="eager",
+        )
+        return OrtSession(
+            runtime,
+            session,
+            info=info,
+            device="cuda",
+            device_id=device,
+            programs=DevicePrograms(runtime, [provider], engine=self.name),
+        )
+
+
+def _session_settings(engine: str, options: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+    """The settings that both providers share, pinned or requested."""
+    return {
+        "threads": count_option(engine, options, "threads", 0),
+        "opt": choice_option(engine, options, "opt", tuple(_OPTIMISATION_LEVELS)),
+        "inter_op_threads": 1,
+        "deterministic_compute": False,
+    }
+
+
+def _session_options(runtime: Any, settings: Mapping[str, OptionValue]) -> Any:
+    options = runtime.SessionOptions()
+    options.log_severity_level = _FATAL
+    options.intra_op_num_threads = settings["threads"]
+    options.inter_op_num_threads = settings["inter_op_threads"]
+    options.use_deterministic_compute = settings["deterministic_compute"]
+    options.execution_mode = runtime.ExecutionMode.ORT_SEQUENTIAL
+    level = _OPTIMISATION_LEVELS[str(settings["opt"])]
+    options.graph_optimization_level = getattr(runtime.GraphOptimizationLevel, level)
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    return options
+
+
+def _cuda_settings(session: Any) -> dict[str, OptionValue]:
+    """What the CUDA provider says it runs with: asking for an option proves nothing."""
+    told = session.get_provider_options()[CUDA_PROVIDER]
+    names = ("device_id", "use_tf32", "enable_cuda_graph", "sdpa_kernel", "cudnn_conv_algo_search")
+    found: dict[str, OptionValue] = {name: told[name] for name in names if name in told}
+    # Read by the attention kernels when they are built, not a provider option.
+    found["ORT_DISABLE_FLASH_ATTENTION"] = os.environ.get("ORT_DISABLE_FLASH_ATTENTION", "")
+    return found
+
+
+CPU_ENGINE: Engine = OrtCpuEngine()
+CUDA_ENGINE: Engine = OrtCudaEngine()
