@@ -11,7 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from harness.events import CheckFinished, CheckStarted, Event, PromptStarted, SessionOpened, TokenDecoded
+from harness.events import (
+    CheckFinished,
+    CheckStarted,
+    Event,
+    PromptJudged,
+    PromptStarted,
+    SessionOpened,
+    TokenDecoded,
+)
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -60,10 +68,15 @@ class ProgressReporter:
             case PromptStarted():
                 for role, name in self._names.items():
                     self._restart(role, f"prompt {event.index + 1}/{self._prompts} {name}", event)
-                if not self._live:
-                    self._say(f"prompt {event.index + 1}/{self._prompts}: {event.max_new_tokens} tokens")
             case TokenDecoded():
                 self._progress.update(self._tasks[event.role], completed=event.step + 1)
+            case PromptJudged():
+                if not self._live:
+                    self._say(
+                        f"prompt {event.index + 1}/{self._prompts}: {event.verdict}, "
+                        f"{len(event.candidate_ids)} tokens, candidate {event.candidate_seconds:.1f} s, "
+                        f"oracle {event.oracle_seconds:.1f} s"
+                    )
             case CheckFinished():
                 self.close()
 

@@ -1,0 +1,83 @@
+"""What a person reads. The expected texts are snapshots: a change of wording is a change of the product."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from fixtures.streams import crashed_stream, divergent_stream
+from harness.events import Event
+from harness.report.console import ProgressReporter, render_report
+from harness.report.document import ParityDocument
+
+
+def rendered(events: list[Event], **options: object) -> str:
+    """The report after `events`, 100 columns wide, trailing spaces stripped."""
+    document = ParityDocument()
+    for event in events:
+        document(event)
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(render_report(document.mapping(), **options))  # type: ignore[arg-type]
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+DIVERGENT = """\
+model      tiny/model.onnx  sha256 abababababab
+topology   derived: 32 KV inputs, 96 state pairs
+candidate  ort-cpu 1.31.1, threads=2, opt=all, 5 nodes on CPUExecutionProvider
+oracle     oracle 0.1.0, precision=float32, stepwise
+
+#  prompt         verdict    tokens  parts at  margin
+1  Hello,\\nworld  identical     2/2         -  0.5000
+2  9              divergent     3/3         1  0.0125
+
+prompt 2 parts at generated token 1:
+  after     '<1>'
+  oracle    4 '<4>' 3.0125 | 2 '<2>' 3.0000 | 0 '<0>' -1.0000
+  candidate 2 '<2>' 3.2500 | 4 '<4>' 3.0000 | 0 '<0>' not finite
+  the candidate's token is 0.0125 behind the oracle's choice, at rank 2
+
+verdict: divergent"""
+
+
+def test_a_divergence_shows_where_what_and_by_how_much() -> None:
+    """Engines with their settings, a row a prompt, and for the divergence both sides' choices."""
+    assert rendered(divergent_stream(), token_text=lambda token: f"<{token}>") == DIVERGENT
+
+
+def test_without_a_tokenizer_ids_stand_alone() -> None:
+    """Packages without a tokenizer show token IDs and no text."""
+    assert "  oracle    4 3.0125 | 2 3.0000 | 0 -1.0000" in rendered(divergent_stream())
+
+
+def test_a_crash_names_its_step_and_message() -> None:
+    """The engine's own words reach the reader."""
+    assert "The candidate crashed at step 1: out of memory" in rendered(crashed_stream())
+
+
+def test_markup_in_a_prompt_is_shown_as_it_is() -> None:
+    """Square brackets in prompts or messages are text, not formatting."""
+    events = divergent_stream()
+    assert "[bold]x[/bold]" in rendered(
+        [
+            e if not (hasattr(e, "text") and e.text) else type(e)(e.index, "[bold]x[/bold]", (5,), 2)  # type: ignore[call-arg]
+            for e in events
+        ]
+    )
+
+
+def test_progress_on_a_plain_stream_is_one_line_for_each_thing_that_happens() -> None:
+    """Redirected to a file, progress has no control characters and does not repeat itself."""
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    reporter = ProgressReporter(console)
+    for event in divergent_stream():
+        reporter(event)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "oracle oracle 0.1.0 loaded in 0.1 s",
+        "candidate ort-cpu 1.31.1 loaded in 0.2 s",
+        "prompt 1/2: identical, 2 tokens, candidate 0.2 s, oracle 1.0 s",
+        "prompt 2/2: divergent, 3 tokens, candidate 0.5 s, oracle 2.0 s",
+    ]
