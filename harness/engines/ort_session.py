@@ -107,7 +107,11 @@ class OrtSession:
         zeros = np.zeros(tuple(shape), dtype=numpy_dtype(dtype))
         if self._device == "cpu" or zeros.size == 0 or not is_native(zeros.dtype):
             return self.place(zeros)
-        return OrtHandle(self._runtime.OrtValue.ortvalue_from_numpy(zeros, self._device, self._device_id))
+        try:
+            value = self._runtime.OrtValue.ortvalue_from_numpy(zeros, self._device, self._device_id)
+        except Exception as error:  # out of memory, say: ONNX Runtime raises ten classes of its own
+            raise run_error(self._info.engine, error) from error
+        return OrtHandle(value)
 
     def run(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> dict[str, TensorHandle]:
         """Run the graph once; see `harness.engines.base.Session.run`."""

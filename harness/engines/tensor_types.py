@@ -52,6 +52,8 @@ def dtype_of_array(dtype: np.dtype[Any]) -> str:
 
 
 def is_native(dtype: np.dtype[Any]) -> bool:
-    """Whether numpy itself has the type, so that other libraries know it. (`kind` does not tell:
-    `ml_dtypes` says `f` for one of its 8-bit floats and `V` for the others.)"""
+    """Whether numpy itself has the type, so that other libraries know it.
+
+    `kind` does not tell: `ml_dtypes` says `f` for one of its 8-bit floats and `V` for the others.
+    """
     return dtype.isbuiltin == 1

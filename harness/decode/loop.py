@@ -1,0 +1,189 @@
+"""The decode loop: prefill, then one token a call, with every cache threaded by topology.
+
+One loop, two choosers: `greedy_decode` follows the engine's own logits, `forced_decode` follows given
+tokens and keeps the logits it saw.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
+
+from harness.decode.caches import CacheShapeError
+from harness.decode.feeds import FeedPlan, plan_feeds
+from harness.decode.prompts import check_prompt_ids, vocabulary_size
+from harness.decode.trace import Trace, TraceFailure
+from harness.engines.base import Session, TensorHandle, TopLogits
+from harness.errors import EngineFailedError, InputError, NotDrivableError
+from harness.topology.spec import Topology
+
+__all__ = ["StepObserver", "forced_decode", "greedy_decode"]
+
+StepObserver: TypeAlias = Callable[[int, int], None]
+"""Called after each step with its index (0 is the prefill) and the token that follows it."""
+
+
+def greedy_decode(
+    session: Session,
+    topology: Topology,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    top_k: int = 5,
+    on_step: StepObserver | None = None,
+) -> Trace:
+    """Continue a prompt with the token of the largest logit, again and again.
+
+    Every decode starts from empty KV and zero states, whatever the session ran before. An engine that
+    fails on the way leaves a trace with what came before, and with the failure.
+
+    Args:
+        session: what runs.
+        topology: the role of every port.
+        prompt_ids: token IDs, at least one.
+        max_new_tokens: how many tokens to decode, at least one.
+        stop_ids: tokens after which to stop; the one that stops is part of the trace.
+        top_k: how many of the largest logits to keep at each step.
+        on_step: told of each token.
+
+    Raises:
+        NotDrivableError: the loop cannot feed this graph.
+        InputError: the prompt is empty, or an ID lies outside the vocabulary; or `max_new_tokens` is
+            below one.
+    """
+    if max_new_tokens < 1:
+        raise InputError(
+            f"max_new_tokens={max_new_tokens} must be at least 1.",
+            next_action="Ask for at least one new token.",
+        )
+    return _decode(
+        session,
+        topology,
+        prompt_ids,
+        length=max_new_tokens,
+        choose=lambda _, top: top.argmax,
+        stop_ids=frozenset(stop_ids),
+        top_k=top_k,
+        on_step=on_step,
+    )
+
+
+def forced_decode(
+    session: Session,
+    topology: Topology,
+    prompt_ids: Sequence[int],
+    continuation: Sequence[int],
+    *,
+    top_k: int = 5,
+    on_step: StepObserver | None = None,
+) -> Trace:
+    """Follow `continuation`, and keep the largest logits before each of its tokens.
+
+    `steps[i]` of the trace is what the engine thought after the prompt and `continuation[:i]`; as long
+    as its argmax is `continuation[i]`, this is the engine's own greedy decode.
+
+    Args:
+        session: what runs.
+        topology: the role of every port.
+        prompt_ids: token IDs, at least one.
+        continuation: token IDs to follow, at least one; the last is never fed.
+        top_k: how many of the largest logits to keep at each step.
+        on_step: told of each token.
+
+    Raises:
+        NotDrivableError: the loop cannot feed this graph.
+        InputError: the prompt or the continuation is empty, or an ID lies outside the vocabulary.
+    """
+    follow = check_prompt_ids(continuation, vocabulary_size(session.inventory, topology))
+    return _decode(
+        session,
+        topology,
+        prompt_ids,
+        length=len(follow),
+        choose=lambda step, _: follow[step],
+        stop_ids=frozenset(),
+        top_k=top_k,
+        on_step=on_step,
+    )
+
+
+def _decode(
+    session: Session,
+    topology: Topology,
+    prompt_ids: Sequence[int],
+    *,
+    length: int,
+    choose: Callable[[int, TopLogits], int],
+    stop_ids: frozenset[int],
+    top_k: int,
+    on_step: StepObserver | None,
+) -> Trace:
+    plan = plan_feeds(topology, session.inventory)
+    prompt = check_prompt_ids(prompt_ids, vocabulary_size(session.inventory, topology))
+    run = _Run(session, plan, top_k)
+    tokens: list[int] = []
+    steps: list[TopLogits] = []
+    failure: TraceFailure | None = None
+    new: tuple[int, ...] = prompt
+    seconds = 0.0
+    for step in range(length):
+        began = time.perf_counter()
+        try:
+            top = run.call(new)
+        except EngineFailedError as error:
+            failure = TraceFailure(error.kind, step, error.message)
+            break
+        finally:
+            seconds += time.perf_counter() - began
+        token = choose(step, top)
+        tokens.append(token)
+        steps.append(top)
+        if on_step is not None:
+            on_step(step, token)
+        if token in stop_ids:
+            break
+        new = (token,)
+    return Trace(prompt, tuple(tokens), tuple(steps), seconds, session.info, failure)
+
+
+class _Run:
+    """One decode in progress: what is carried between two calls."""
+
+    def __init__(self, session: Session, plan: FeedPlan, top_k: int) -> None:
+        self._session = session
+        self._plan = plan
+        self._outputs = plan.outputs
+        self._top_k = top_k
+        self._seen = 0
+        self._caches: dict[str, TensorHandle] | None = None
+
+    def call(self, new: Sequence[int]) -> TopLogits:
+        """Run the token IDs `new` after all earlier ones, and reduce the logits of the last one.
+
+        Raises:
+            EngineFailedError: the engine failed, or a cache came back in a shape that it cannot have.
+            NotDrivableError: the caches do not grow as the topology says, from the first call on.
+        """
+        session, plan, past = self._session, self._plan, self._seen
+        caches = plan.start(session) if self._caches is None else self._caches
+        outputs = session.run(caches | plan.inputs(session, new, past=past), self._outputs)
+        (top,) = session.top_logits(outputs[plan.logits], k=self._top_k, positions=(-1,))
+        self._seen += len(new)
+        try:
+            self._caches = plan.advance(outputs, tokens=self._seen)
+        except CacheShapeError as error:
+            if past == 0:
+                raise NotDrivableError(
+                    f"The decode loop cannot drive this graph: {error}.",
+                    next_action="Declare the cache's kind in inference_metadata.yaml, or export it with KV "
+                    "that grows by one row for each token.",
+                    ports=(error.port,),
+                ) from error
+            raise EngineFailedError(
+                f"{session.info.engine}: {error}.",
+                kind="crashed",
+                next_action="Run the model on another engine to see which of graph and engine is wrong.",
+            ) from error
+        return top

@@ -1,0 +1,96 @@
+"""From a text or token IDs to a prompt that can be fed, and from tokens back to text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from harness.errors import InputError
+from harness.ports import PortInventory
+from harness.topology.spec import Topology
+
+__all__ = ["check_prompt_ids", "decode_tokens", "encode_prompt", "vocabulary_size"]
+
+
+def encode_prompt(package_folder: Path, text: str) -> tuple[int, ...]:
+    """Token IDs of `text` by the package's `tokenizer.json`, with the special tokens that it adds.
+
+    Raises:
+        InputError: the text is empty or encodes to nothing; there is no `tokenizer.json`; or it
+            cannot be read.
+    """
+    if not text:
+        raise InputError("The prompt is empty.", next_action="Give at least one character.")
+    ids = tuple(int(i) for i in _tokenizer(package_folder).encode(text).ids)
+    if not ids:
+        raise InputError(
+            f"The prompt {text!r:.60} encodes to no token at all.", next_action="Give another text."
+        )
+    return ids
+
+
+def decode_tokens(package_folder: Path, token_ids: Sequence[int]) -> str:
+    """The text of `token_ids`, special tokens included; empty for IDs that the tokenizer has not.
+
+    Raises:
+        InputError: there is no `tokenizer.json`, or it cannot be read.
+    """
+    return str(_tokenizer(package_folder).decode(list(token_ids), skip_special_tokens=False))
+
+
+def vocabulary_size(inventory: PortInventory, topology: Topology) -> int | None:
+    """Width of the logits, where the ports say it as a number."""
+    for port in inventory.outputs:
+        if port.name == topology.logits_output and port.shape:
+            width = port.shape[-1]
+            return width if isinstance(width, int) else None
+    return None
+
+
+def check_prompt_ids(token_ids: Sequence[int], vocabulary: int | None) -> tuple[int, ...]:
+    """The IDs as a tuple.
+
+    Args:
+        token_ids: IDs to feed.
+        vocabulary: how many IDs there are; None where that is not known.
+
+    Raises:
+        InputError: there is none, or one lies outside the vocabulary.
+    """
+    ids = tuple(int(i) for i in token_ids)
+    if not ids:
+        raise InputError("The prompt is empty.", next_action="Give at least one token ID.")
+    for index, token in enumerate(ids):
+        if token < 0 or (vocabulary is not None and token >= vocabulary):
+            bound = "0 and up" if vocabulary is None else f"0 to {vocabulary - 1}"
+            raise InputError(
+                f"Token ID {token} at position {index} is outside the vocabulary ({bound}).",
+                next_action="Use IDs of the tokenizer that the model was exported with.",
+            )
+    return ids
+
+
+def _tokenizer(package_folder: Path) -> Any:
+    path = package_folder / "tokenizer.json"
+    if not path.is_file():
+        raise InputError(
+            f"{package_folder} has no tokenizer.json, so a text cannot be turned into token IDs.",
+            next_action="Give token IDs with --prompt-ids 1,2,3, or add the model's tokenizer.json.",
+        )
+    return _load_tokenizer(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _load_tokenizer(path: Path, changed: int) -> Any:
+    """The tokenizer of a file; `changed` (its time of change) makes an edited file another one."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for every kind of broken file
+        raise InputError(
+            f"{path} cannot be read as a tokenizer: {error}",
+            next_action="Copy the model's tokenizer.json again, or give token IDs with --prompt-ids.",
+        ) from error
