@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "ALL_POSITIONS",
     "CachedAttention",
     "Project",
     "Rotary",
@@ -35,6 +36,9 @@ __all__ = [
 Project: TypeAlias = Callable[[str, str], str]
 """Adds the projection with the given name: `project(x, "gate_proj")`. The model decides how (in fp32,
 quantised), the block where."""
+
+ALL_POSITIONS = "past_sequence_len + sequence_len"
+"""Symbol of T, spelled as exporters do."""
 
 _MASKED = -1.0e9
 """Added to the score of a masked position. Finite, so that a fully masked row stays finite too."""
@@ -142,7 +146,8 @@ def causal_bias(graph: GraphBuilder, input_ids: str, attention_mask: str) -> str
         present = graph.add("Cast", attention_mask, name="not_masked", to=9)
         rows = graph.add("Unsqueeze", present, graph.ints(1, 2), name="not_masked_rows")
         visible = graph.add("And", causal, rows, name="visible")
-        return graph.add("Where", visible, graph.scalar(0.0), graph.scalar(_MASKED), name="bias")
+        bias = graph.add("Where", visible, graph.scalar(0.0), graph.scalar(_MASKED), name="bias")
+        return graph.declare(bias, "float32", ("batch", 1, "sequence_len", ALL_POSITIONS))
 
 
 def attention(
@@ -174,19 +179,24 @@ def attention(
         present = graph.add(
             "Concat", past, new, name=f"grow_{kind}", output=f"present.{layer}.{kind}", axis=2
         )
-        graph.output(present, "float32", ("batch", kv_heads, "past_sequence_len + sequence_len", width))
+        graph.output(present, "float32", ("batch", kv_heads, ALL_POSITIONS, width))
         cache.append(present)
     present_key, present_value = cache
     scaled = graph.add("Mul", query, graph.scalar(1 / math.sqrt(width)), name="query_scaled")
+    group = f"{heads // kv_heads} * sequence_len"
     grouped = graph.add("Reshape", scaled, graph.ints(0, kv_heads, -1, width), name="query_grouped")
+    graph.declare(grouped, "float32", ("batch", kv_heads, group, width))
     transposed = graph.add("Transpose", present_key, name="key_transposed", perm=[0, 1, 3, 2])
     scores = graph.add("MatMul", grouped, transposed, name="scores_grouped")
     per_head = graph.add("Reshape", scores, graph.ints(0, heads, -1, 0), name="scores")
+    graph.declare(per_head, "float32", ("batch", heads, "sequence_len", ALL_POSITIONS))
     biased = graph.add("Add", per_head, bias, name="scores_biased")
     probabilities = graph.add("Softmax", biased, name="probabilities", axis=-1)
     weights = graph.add(
         "Reshape", probabilities, graph.ints(0, kv_heads, -1, 0), name="probabilities_grouped"
     )
+    graph.declare(weights, "float32", ("batch", kv_heads, group, ALL_POSITIONS))
     context = graph.add("MatMul", weights, present_value, name="context_grouped")
     by_head = graph.add("Reshape", context, graph.ints(0, heads, -1, width), name="context")
+    graph.declare(by_head, "float32", ("batch", heads, "sequence_len", width))
     return CachedAttention(by_head, present_key, present_value)

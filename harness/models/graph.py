@@ -46,6 +46,7 @@ class GraphBuilder:
         self._taken: set[str] = set()
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
+        self._values: list[onnx.ValueInfoProto] = []
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: dict[str, NDArray[Any]] = {}
         self._domains: set[str] = {""}
@@ -67,6 +68,16 @@ class GraphBuilder:
     def output(self, name: str, dtype: str, shape: Sequence[Dimension]) -> None:
         """Declare the value `name`, which some node gives (see `output=` of `add`), a graph output."""
         self._outputs.append(_value_info(name, dtype, shape))
+
+    def declare(self, value: str, dtype: str, shape: Sequence[Dimension]) -> str:
+        """State dtype and shape of an inner value where shape inference loses a symbol. Returns `value`.
+
+        It does after a concatenation, a convolution and a reshape with -1. A runtime plans memory by
+        comparing shapes: with thousands of values that all look different, one took 14 s to load a
+        graph that it loads in 2 s when told.
+        """
+        self._values.append(_value_info(value, dtype, shape))
+        return value
 
     def initializer(self, name: str, array: NDArray[Any]) -> str:
         """Add a weight under the current scope. Returns its full name. The array is not copied."""
@@ -148,10 +159,8 @@ class GraphBuilder:
 
     def graph(self) -> onnx.GraphProto:
         """The graph with every initialiser inside it."""
-        from onnx import helper
-
         tensors = [_tensor(name, array) for name, array in self._initializers.items()]
-        return helper.make_graph(self._nodes, self._name, self._inputs, self._outputs, initializer=tensors)
+        return self._graph(tensors)
 
     def save(
         self,
@@ -187,7 +196,7 @@ class GraphBuilder:
                 ]
         else:
             tensors = [_tensor(name, array) for name, array in self._initializers.items()]
-        graph = helper.make_graph(self._nodes, self._name, self._inputs, self._outputs, initializer=tensors)
+        graph = self._graph(tensors)
         opsets = [helper.make_opsetid(domain, 1 if domain else OPSET) for domain in sorted(self._domains)]
         model = helper.make_model(
             graph, producer_name="onnx-parity", opset_imports=opsets, ir_version=IR_VERSION
@@ -197,6 +206,13 @@ class GraphBuilder:
         path.write_bytes(model.SerializeToString(deterministic=True))
         onnx.checker.check_model(str(path), full_check=True)
         return path
+
+    def _graph(self, tensors: Sequence[onnx.TensorProto]) -> onnx.GraphProto:
+        from onnx import helper
+
+        return helper.make_graph(
+            self._nodes, self._name, self._inputs, self._outputs, initializer=tensors, value_info=self._values
+        )
 
     def _append(
         self,
