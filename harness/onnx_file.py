@@ -45,6 +45,8 @@ ELEMENT_TYPES = (
     "float8e8m0",
     "uint2",
     "int2",
+    "float6e2m3",
+    "float6e3m2",
 )
 """`TensorProto.DataType` by number, in numpy's spelling."""
 

@@ -1,0 +1,148 @@
+"""What a package declares, as roles: it wins over whatever the names would say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.ports import Port
+from harness.topology.conventions import Convention
+from harness.topology.derive import CacheBinding, check_binding, derive_cache
+from harness.topology.findings import Finding, listed, quoted
+from harness.topology.interface import words
+from harness.topology.placement import CROSS_ROLES, KV_ROLES, Direction, Placement
+from harness.topology.shapes import StateShapeMatch
+from harness.topology.sidecar import DeclaredIo, GenaiNames
+from harness.topology.spec import Role
+
+__all__ = ["place_configured", "place_declared"]
+
+_BECAUSE = "declared by the package's io block"
+
+
+def place_configured(placement: Placement, names: GenaiNames) -> None:
+    """Place the ports that `genai_config.json` names one by one, where nothing else is declared."""
+    for role, name in names.single.items():
+        if placement.taken(role) is None:
+            _place_single(placement, role, name, f"named {role.value} by genai_config.json")
+
+
+def place_declared(
+    placement: Placement, io: DeclaredIo, conventions: Sequence[Convention], match: StateShapeMatch
+) -> None:
+    """Place what the `io` block declares. A cache whose other side it leaves out is completed by name."""
+    for role, name in io.single.items():
+        _place_single(placement, role, name, _BECAUSE)
+    completed = _completed_by_name(placement, io, conventions, match)
+    bindings = [
+        *_declared_bindings(placement, io.kv_inputs, io.kv_outputs, completed, cross=False),
+        *_declared_bindings(placement, io.cross_kv_inputs, io.cross_kv_outputs, completed, cross=True),
+    ]
+    for pair in io.state_pairs or ():
+        past, present = _find(placement, pair.input, "input"), _find(placement, pair.output, "output")
+        if past is not None and present is not None:
+            bindings.append(CacheBinding(past, present, Role.STATE, None, _BECAUSE))
+    for binding in bindings:
+        placement.findings += check_binding(binding, match=match, batch=None)
+        placement.place_binding(binding)
+    for name in io.optional_inputs:
+        if _find(placement, name, "input") is not None:
+            placement.place(name, "input", Role.OPTIONAL, _BECAUSE)
+
+
+def _place_single(placement: Placement, role: Role, name: str, because: str) -> None:
+    direction: Direction = "output" if role is Role.LOGITS else "input"
+    if _find(placement, name, direction) is not None:
+        placement.place(name, direction, role, because)
+
+
+def _find(placement: Placement, name: str, direction: Direction) -> Port | None:
+    """The port that a declaration names; a finding where the graph lacks it."""
+    port = placement.port(name, direction)
+    if port is not None:
+        return port
+    placement.findings.append(
+        Finding(
+            "E_DECLARED_PORT_MISSING",
+            f"The package declares the {direction} {quoted(name)}, which the graph lacks. Correct the "
+            "declaration, or export the graph again.",
+            (name,),
+        )
+    )
+    return None
+
+
+def _completed_by_name(
+    placement: Placement, io: DeclaredIo, conventions: Sequence[Convention], match: StateShapeMatch
+) -> dict[str, CacheBinding]:
+    """Caches by the name of either side, for declarations that name one side only."""
+    if (io.kv_inputs is None) == (io.kv_outputs is None) and io.cross_kv_inputs is None:
+        return {}
+    found = derive_cache(placement.inventory, conventions, match=match).bindings
+    by_name = {binding.past.name: binding for binding in found}
+    by_name.update((binding.present.name, binding) for binding in found if binding.present is not None)
+    return by_name
+
+
+def _declared_bindings(
+    placement: Placement,
+    inputs: Sequence[str] | None,
+    outputs: Sequence[str] | None,
+    completed: dict[str, CacheBinding],
+    *,
+    cross: bool,
+) -> list[CacheBinding]:
+    if inputs is None and outputs is None:
+        return []
+    if inputs is not None and outputs is not None and len(inputs) != len(outputs):
+        longer = (inputs if len(inputs) > len(outputs) else outputs)[min(len(inputs), len(outputs)) :]
+        code = "E_UNPAIRED_PAST" if len(inputs) > len(outputs) else "E_PRESENT_WITHOUT_PAST"
+        if not (cross and not outputs):
+            placement.findings.append(
+                Finding(
+                    code,
+                    f"{len(inputs)} cache inputs are declared and {len(outputs)} outputs; {listed(longer)} "
+                    "stands alone. Declare each input with its output, in the same order.",
+                    tuple(longer),
+                )
+            )
+            return []
+    bindings = []
+    for index in range(max(len(inputs or ()), len(outputs or ()))):
+        past_name = inputs[index] if inputs is not None else None
+        present_name = outputs[index] if outputs else None
+        natural = completed.get(past_name or present_name or "")
+        if past_name is None and natural is not None:
+            past_name = natural.past.name
+        if present_name is None and natural is not None and natural.present is not None:
+            present_name = natural.present.name
+        if past_name is None or (present_name is None and not cross):
+            alone = past_name or present_name or ""
+            placement.findings.append(
+                Finding(
+                    "E_UNPAIRED_PAST" if past_name else "E_PRESENT_WITHOUT_PAST",
+                    f"{quoted(alone)} is declared as a cache without its other side. Declare both "
+                    "model.io.kv_inputs and model.io.kv_outputs.",
+                    (alone,),
+                )
+            )
+            continue
+        past = _find(placement, past_name, "input")
+        present = _find(placement, present_name, "output") if present_name is not None else None
+        if past is None or (present is None and present_name is not None):
+            continue
+        role = _cache_role(past.name, natural, cross=cross)
+        bindings.append(CacheBinding(past, present, role, natural.layer if natural else None, _BECAUSE))
+    return bindings
+
+
+def _cache_role(name: str, natural: CacheBinding | None, *, cross: bool) -> Role:
+    """Whether a declared cache holds keys, values or both: as its name says."""
+    allowed = CROSS_ROLES if cross else KV_ROLES
+    if natural is not None and natural.role in allowed:
+        return natural.role
+    said = words(name)
+    if said & {"value", "values", "v"} and not said & {"key", "keys", "k"}:
+        return Role.CROSS_KV_VALUE if cross else Role.KV_VALUE
+    if cross or (said & {"key", "keys", "k"} and not said & {"value", "values", "v"}):
+        return Role.CROSS_KV_KEY if cross else Role.KV_KEY
+    return Role.KV_FUSED

@@ -1,0 +1,212 @@
+"""The ports of a decoder that are no caches: tokens, mask, positions, logits and their like.
+
+A port is placed by its name first: an exact name, or the words in it. What names leave open is settled by
+dtype and shape where only one reading is possible, and refused otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.ports import Dimension, Port
+from harness.topology.findings import Finding, listed, quoted
+from harness.topology.spec import Role
+
+__all__ = ["NamedPort", "is_integer", "place_inputs_by_name", "place_logits", "place_token_by_shape", "words"]
+
+_WORD = re.compile("[a-z]+")
+_FLOATS = frozenset({"float16", "float32", "float64", "bfloat16"})
+_INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"})
+_KINDS: Mapping[str, frozenset[str]] = {
+    "integer": _INTEGERS,
+    "float": _FLOATS,
+    "flag": _INTEGERS | {"bool"},
+    "mask": _INTEGERS | _FLOATS | {"bool"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPort:
+    """A port that is placed by its name: its role, and the evidence."""
+
+    port: Port
+    role: Role
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class _NameRule:
+    """Names that say what an input is.
+
+    Attributes:
+        role: what it is.
+        kind: what dtypes it may have, a key of `_KINDS`.
+        ranks: what ranks it may have.
+        names: names that say it outright.
+        words: word sets one of which a name must contain to say it, ...
+        beside: ... together with no words but these.
+        single: a decoder has one such port; two of them contradict each other.
+    """
+
+    role: Role
+    kind: str
+    ranks: range
+    names: frozenset[str]
+    words: tuple[frozenset[str], ...] = ()
+    beside: frozenset[str] = frozenset()
+    single: bool = True
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_RULES = (
+    _NameRule(
+        Role.TOKEN,
+        "integer",
+        range(1, 3),
+        _names("input_ids decoder_input_ids token_ids tokens input_tokens"),
+        words=(_names("input ids"), _names("token"), _names("tokens")),
+        beside=_names("decoder in prev previous next new port current"),
+    ),
+    _NameRule(
+        Role.EMBEDS,
+        "float",
+        range(2, 4),
+        _names("inputs_embeds input_embeds inputs_embeddings input_embeddings"),
+        words=(_names("embeds"), _names("embedding"), _names("embeddings")),
+        beside=_names("input inputs token tokens decoder noise in port"),
+    ),
+    _NameRule(
+        Role.ATTENTION_MASK,
+        "mask",
+        range(1, 5),
+        _names("attention_mask decoder_attention_mask attn_mask mask"),
+        words=(_names("attention mask"), _names("attn mask")),
+        beside=_names("decoder self input in port"),
+    ),
+    _NameRule(
+        Role.POSITION_IDS,
+        "integer",
+        range(1, 4),
+        _names("position_ids positions pos_ids position input_pos"),
+        words=(_names("position"), _names("positions"), _names("pos")),
+        beside=_names("ids id input decoder in port"),
+    ),
+    _NameRule(
+        Role.ENCODER_HIDDEN_STATES,
+        "float",
+        range(2, 4),
+        _names("encoder_hidden_states encoder_outputs encoder_output cross_attention_states"),
+    ),
+    _NameRule(
+        Role.ENCODER_ATTENTION_MASK,
+        "mask",
+        range(1, 5),
+        _names("encoder_attention_mask encoder_mask encoder_padding_mask cross_attention_mask"),
+    ),
+)
+
+_LENGTHS = range(3)
+
+
+def words(name: str) -> frozenset[str]:
+    """The lower-case words of a port name; digits and separators part them."""
+    return frozenset(_WORD.findall(name.lower()))
+
+
+def is_integer(port: Port) -> bool:
+    """True where the port's dtype is known to be an integer type."""
+    return port.dtype in _INTEGERS
+
+
+def place_inputs_by_name(inputs: Iterable[Port], *, filled: Collection[Role]) -> list[NamedPort]:
+    """Place inputs whose names say what they are. `filled` are roles that are already taken.
+
+    A role that only one port can have goes to the exact name before a name with the right words; two
+    equally good names leave it open.
+    """
+    ports = tuple(inputs)
+    placed: list[NamedPort] = []
+    for rule in _RULES:
+        if rule.single and rule.role in filled:
+            continue
+        fitting = [port for port in ports if _fits(port, rule)]
+        exact = [port for port in fitting if port.name in rule.names]
+        chosen = exact or [port for port in fitting if _says(port.name, rule)]
+        if rule.single and len(chosen) != 1:
+            continue
+        placed += [NamedPort(port, rule.role, "its name says so, and its dtype agrees") for port in chosen]
+    return placed
+
+
+def _fits(port: Port, rule: _NameRule) -> bool:
+    if port.dtype is not None and port.dtype not in _KINDS[rule.kind]:
+        return False
+    return port.shape is None or len(port.shape) in rule.ranks
+
+
+def _says(name: str, rule: _NameRule) -> bool:
+    said = words(name)
+    return any(needed <= said <= needed | rule.beside for needed in rule.words)
+
+
+def place_token_by_shape(inputs: Sequence[Port]) -> NamedPort | Finding | None:
+    """Among inputs that nobody could place by name, the one that must be the tokens.
+
+    That is the only integer input of rank 2, batch by sequence. Several are ambiguous; none is None.
+    """
+    fitting = [
+        port for port in inputs if is_integer(port) and port.shape is not None and len(port.shape) == 2
+    ]
+    if not fitting:
+        return None
+    if len(fitting) == 1:
+        return NamedPort(fitting[0], Role.TOKEN, "the only integer input of rank 2 that is nothing else")
+    names = tuple(port.name for port in fitting)
+    return Finding(
+        "E_AMBIGUOUS_TOKEN_INPUT",
+        f"Declare model.io.token_input: {len(names)} ports match: {', '.join(names)}.",
+        names,
+    )
+
+
+def place_logits(outputs: Sequence[Port], *, widths: Collection[Dimension]) -> NamedPort | Finding:
+    """Find the logits among the outputs that are no caches.
+
+    The output named `logits`; or the only one with that word in its name; or the only float output of
+    rank 2 or 3, unless its width is one of `widths`, the widths of states and embeddings: then it is a
+    hidden state.
+    """
+    fitting = [
+        port
+        for port in outputs
+        if (port.dtype is None or port.dtype in _FLOATS) and (port.shape is None or len(port.shape) in (2, 3))
+    ]
+    for chosen, because in (
+        ([port for port in fitting if port.name == "logits"], "named logits"),
+        (
+            [port for port in fitting if "logits" in words(port.name)],
+            "the only output with logits in its name",
+        ),
+    ):
+        if len(chosen) == 1:
+            return NamedPort(chosen[0], Role.LOGITS, because)
+    shaped = [port for port in fitting if port.shape is not None and port.dtype is not None]
+    wide = [
+        port for port in shaped if port.shape and isinstance(port.shape[-1], int) and port.shape[-1] in widths
+    ]
+    names = tuple(port.name for port in shaped)
+    if len(shaped) == 1 and len(fitting) == 1 and not wide:
+        return NamedPort(shaped[0], Role.LOGITS, "the only float output of rank 2 or 3 that is no cache")
+    if len(shaped) == 1 and wide:
+        what = f"output {quoted(names[0])} is as wide as a state or the embeddings: a hidden state"
+    elif fitting:
+        names = tuple(port.name for port in fitting)
+        what = f"outputs {listed(names)} could all be meant"
+    else:
+        what = "no float output of rank 2 or 3 is left"
+    return Finding("E_NO_LOGITS_OUTPUT", f"No logits: {what}. Declare model.io.logits_output.", names)

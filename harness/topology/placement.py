@@ -1,0 +1,132 @@
+"""Who is what: collects the role of each port, and what speaks against it, into a topology."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from harness.ports import Port, PortInventory
+from harness.topology.derive import CacheBinding
+from harness.topology.findings import Finding, quoted
+from harness.topology.spec import PortRole, Role, StatePair, Topology
+
+__all__ = ["CROSS_ROLES", "Direction", "KV_ROLES", "Placement"]
+
+Direction = Literal["input", "output"]
+
+KV_ROLES = frozenset({Role.KV_KEY, Role.KV_VALUE, Role.KV_FUSED, Role.KV_SCALE})
+CROSS_ROLES = frozenset({Role.CROSS_KV_KEY, Role.CROSS_KV_VALUE})
+
+
+class Placement:
+    """Roles of the ports of one graph, while they are being found out.
+
+    Attributes:
+        inventory: the graph's ports.
+        inputs: role by input name, of those that are placed.
+        outputs: role by output name, of those that are placed.
+        findings: what speaks against a topology so far.
+    """
+
+    def __init__(self, inventory: PortInventory) -> None:
+        self.inventory = inventory
+        self.inputs: dict[str, PortRole] = {}
+        self.outputs: dict[str, PortRole] = {}
+        self.findings: list[Finding] = []
+        self._ports = {
+            "input": {port.name: port for port in inventory.inputs},
+            "output": {port.name: port for port in inventory.outputs},
+        }
+
+    def port(self, name: str, direction: Direction) -> Port | None:
+        """The port of that name, None where the graph has none."""
+        return self._ports[direction].get(name)
+
+    def place(
+        self,
+        name: str,
+        direction: Direction,
+        role: Role,
+        because: str,
+        *,
+        pair: str | None = None,
+        layer: int | None = None,
+    ) -> None:
+        """Give a port its role. A port that has another one is a finding, and keeps the first."""
+        side = self.inputs if direction == "input" else self.outputs
+        known = side.get(name)
+        if known is not None:
+            self.findings.append(
+                Finding(
+                    "E_ROLE_OVERLAP",
+                    f"{quoted(name)} cannot be {known.role.value} and {role.value}: a port has one role. "
+                    "Declare it once under model.io.",
+                    (name,),
+                )
+            )
+            return
+        side[name] = PortRole(name, direction, role, because, pair=pair, layer=layer)
+
+    def place_binding(self, binding: CacheBinding) -> None:
+        """Place both ports of a cache."""
+        present = binding.present
+        partner = None if present is None else present.name
+        self.place(
+            binding.past.name, "input", binding.role, binding.because, pair=partner, layer=binding.layer
+        )
+        if present is not None:
+            self.place(
+                present.name,
+                "output",
+                binding.role,
+                binding.because,
+                pair=binding.past.name,
+                layer=binding.layer,
+            )
+
+    def taken(self, role: Role) -> str | None:
+        """Name of the first port with this role, None where there is none."""
+        return _first(self.inputs, role) or _first(self.outputs, role)
+
+    def open_inputs(self) -> list[Port]:
+        """Inputs without a role, in graph order."""
+        return [port for port in self.inventory.inputs if port.name not in self.inputs]
+
+    def open_outputs(self) -> list[Port]:
+        """Outputs without a role, in graph order."""
+        return [port for port in self.inventory.outputs if port.name not in self.outputs]
+
+    def topology(self, static_cache: Mapping[str, object] | None = None) -> Topology:
+        """What the roles add up to. Lists are in the order of the graph's inputs."""
+        inputs = [self.inputs[port.name] for port in self.inventory.inputs if port.name in self.inputs]
+        outputs = [self.outputs[port.name] for port in self.inventory.outputs if port.name in self.outputs]
+        kv = [port for port in inputs if port.role in KV_ROLES]
+        cross = [port for port in inputs if port.role in CROSS_ROLES]
+        return Topology(
+            token_input=_first(self.inputs, Role.TOKEN),
+            inputs_embeds_input=_first(self.inputs, Role.EMBEDS),
+            attention_mask_input=_first(self.inputs, Role.ATTENTION_MASK),
+            position_ids_input=_first(self.inputs, Role.POSITION_IDS),
+            logits_output=_first(self.outputs, Role.LOGITS),
+            kv_inputs=tuple(port.name for port in kv),
+            kv_outputs=tuple(_partners(kv)),
+            state_pairs=tuple(
+                StatePair(port.name, port.pair)
+                for port in inputs
+                if port.role is Role.STATE and port.pair is not None
+            ),
+            cross_kv_inputs=tuple(port.name for port in cross),
+            cross_kv_outputs=tuple(_partners(cross)),
+            encoder_hidden_states_input=_first(self.inputs, Role.ENCODER_HIDDEN_STATES),
+            static_cache=static_cache,
+            optional_inputs=tuple(port.name for port in inputs if port.role is Role.OPTIONAL),
+            roles=(*inputs, *outputs),
+        )
+
+
+def _first(side: Mapping[str, PortRole], role: Role) -> str | None:
+    return next((name for name, port in side.items() if port.role is role), None)
+
+
+def _partners(ports: Iterable[PortRole]) -> Iterable[str]:
+    return (port.pair for port in ports if port.pair is not None)

@@ -1,0 +1,286 @@
+"""From ports to a topology, or to the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from harness.package import Package
+from harness.ports import Dimension, Port, PortInventory
+from harness.topology.conventions import CONVENTIONS, Convention
+from harness.topology.declared import place_configured, place_declared
+from harness.topology.derive import derive_cache
+from harness.topology.findings import Finding, listed, quoted, refusal_from
+from harness.topology.interface import (
+    NamedPort,
+    is_integer,
+    place_inputs_by_name,
+    place_logits,
+    place_token_by_shape,
+)
+from harness.topology.placement import CROSS_ROLES, KV_ROLES, Placement
+from harness.topology.shapes import StateShapeMatch
+from harness.topology.sidecar import DeclaredIo, GenaiNames, declared_io_of, genai_names, read_io_block
+from harness.topology.spec import Derivation, Outcome, Refusal, Role
+
+__all__ = ["resolve", "resolve_package"]
+
+_LARGEST_EXTENT = (1 << 63) - 1
+
+
+def resolve_package(
+    package: Package,
+    inventory: PortInventory,
+    *,
+    gate: Literal["default", "recurrent-only"] = "default",
+    match: Literal["exact", "symbolic"] = "symbolic",
+    ignore_declared: bool = False,
+) -> Derivation:
+    """Find the topology of a package's graph, whose ports are `inventory`; see `resolve`.
+
+    Raises:
+        InputError: what the package declares is not well formed.
+    """
+    return resolve(
+        inventory,
+        declared=declared_io_of(package.metadata),
+        genai_config=package.genai_config,
+        gate=gate,
+        match=match,
+        ignore_declared=ignore_declared,
+    )
+
+
+def resolve(
+    inventory: PortInventory,
+    *,
+    declared: Mapping[str, Any] | None = None,
+    genai_config: Mapping[str, Any] | None = None,
+    gate: Literal["default", "recurrent-only"] = "default",
+    match: Literal["exact", "symbolic"] = "symbolic",
+    ignore_declared: bool = False,
+) -> Derivation:
+    """Find the topology that ports and declarations settle.
+
+    What `declared` (an `io` block) says always wins; what it leaves out is derived. Without it, the
+    patterns of `genai_config` are tried strictly, with exact shapes; then, unless `match` is exact, the
+    conventions are tried as well, where symbolic axes are taken as unknown. The gate `recurrent-only` is
+    a loader's additive fallback: it declines where nothing is declared and no state is found.
+
+    Any list of ports gives a derivation, at a cost linear in their number.
+
+    Raises:
+        InputError: `declared` or `genai_config` is not well formed.
+    """
+    io = DeclaredIo({}) if ignore_declared or declared is None else read_io_block(declared)
+    names = GenaiNames({}) if ignore_declared or genai_config is None else genai_names(genai_config)
+    malformed = _malformed(inventory)
+    if malformed:
+        return Derivation(Outcome.REFUSED, refusal=refusal_from(malformed))
+    shape_match = StateShapeMatch(match)
+    if names.patterns is None:
+        placement = _place(inventory, io, names, CONVENTIONS, shape_match)
+    else:
+        configured = (names.patterns.convention(name="genai_config.json", source="the package"),)
+        placement = _place(inventory, io, names, configured, StateShapeMatch.EXACT)
+        if placement.findings and shape_match is StateShapeMatch.SYMBOLIC:
+            placement = _place(inventory, io, names, (*configured, *CONVENTIONS), shape_match)
+    is_declared = io != DeclaredIo({})
+    has_state = any(port.role is Role.STATE for port in placement.inputs.values())
+    if gate == "recurrent-only" and not is_declared and not has_state:
+        return Derivation(Outcome.DECLINED, refusal=_declined(inventory))
+    if placement.findings:
+        return Derivation(Outcome.REFUSED, refusal=refusal_from(placement.findings))
+    outcome = Outcome.DECLARED if is_declared else Outcome.DERIVED
+    return Derivation(outcome, topology=placement.topology(io.static_cache))
+
+
+def _place(
+    inventory: PortInventory,
+    io: DeclaredIo,
+    names: GenaiNames,
+    conventions: Sequence[Convention],
+    match: StateShapeMatch,
+) -> Placement:
+    """Give every port a role, from what is declared to what is left over."""
+    placement = Placement(inventory)
+    place_declared(placement, io, conventions, match)
+    place_configured(placement, names)
+    filled = {port.role for port in placement.inputs.values()}
+    for named in place_inputs_by_name(placement.open_inputs(), filled=filled):
+        placement.place(named.port.name, "input", named.role, named.because)
+    _place_caches(placement, io, conventions, match)
+    _place_token(placement, declared=frozenset(io.single))
+    _place_logits(placement)
+    for port in placement.open_outputs():
+        placement.place(port.name, "output", Role.AUXILIARY, "no cache and not the logits; nothing needs it")
+    unknown = _unexplained(placement, placement.open_inputs())
+    if unknown:
+        placement.findings.append(_unknown(unknown))
+    return placement
+
+
+def _place_caches(
+    placement: Placement, io: DeclaredIo, conventions: Sequence[Convention], match: StateShapeMatch
+) -> None:
+    inventory = placement.inventory
+    placed = {*placement.inputs, *placement.outputs}
+    if placement.taken(Role.LOGITS) is None and any(port.name == "logits" for port in inventory.outputs):
+        placed.add("logits")
+    caches = derive_cache(inventory, conventions, match=match, placed=placed, batch=_batch_symbol(placement))
+    placement.findings += caches.findings
+    for binding in caches.bindings:
+        if _is_declared_elsewhere(binding.role, io):
+            placement.findings.append(_left_out(binding.past.name, binding.role))
+        placement.place_binding(binding)
+    if not caches.unbound and not any(
+        port.pair or port.role in KV_ROLES for port in placement.inputs.values()
+    ):
+        placement.findings.append(
+            Finding(
+                "E_NO_CACHE",
+                "No input is a cache that an output gives back: each step would have to compute everything "
+                "anew. Export the graph with past inputs, or declare model.io.kv_inputs.",
+            )
+        )
+
+
+def _batch_symbol(placement: Placement) -> Dimension:
+    name = placement.taken(Role.TOKEN) or placement.taken(Role.EMBEDS)
+    port = None if name is None else placement.port(name, "input")
+    return port.shape[0] if port is not None and port.shape else None
+
+
+def _is_declared_elsewhere(role: Role, io: DeclaredIo) -> bool:
+    """True if the `io` block lists the ports of this role, so that it is complete without this one."""
+    if role in KV_ROLES:
+        return io.kv_inputs is not None
+    if role in CROSS_ROLES:
+        return io.cross_kv_inputs is not None
+    return io.state_pairs is not None
+
+
+def _left_out(name: str, role: Role) -> Finding:
+    field = {Role.STATE: "state_pairs"}.get(role, "cross_kv_inputs" if role in CROSS_ROLES else "kv_inputs")
+    return Finding(
+        "E_UNKNOWN_INPUT",
+        f"{quoted(name)} looks like {role.value}, but model.io.{field} is declared without it. Add it there.",
+        (name,),
+    )
+
+
+def _place_token(placement: Placement, *, declared: frozenset[Role]) -> None:
+    token, embeds = placement.taken(Role.TOKEN), placement.taken(Role.EMBEDS)
+    if token is not None and embeds is not None:
+        if not declared & {Role.TOKEN, Role.EMBEDS}:
+            placement.findings.append(
+                Finding(
+                    "E_AMBIGUOUS_TOKEN_INPUT",
+                    f"Declare model.io.token_input: 2 ports match: {token}, {embeds}.",
+                    (token, embeds),
+                )
+            )
+        return
+    if token is not None or embeds is not None:
+        return
+    candidates = _unexplained(placement, placement.open_inputs())
+    found = place_token_by_shape(candidates)
+    if isinstance(found, NamedPort):
+        placement.place(found.port.name, "input", found.role, found.because)
+    elif found is not None:
+        placement.findings.append(found)
+    else:
+        names = tuple(port.name for port in candidates)
+        what = f"none of {listed(names)} is an integer input of rank 2" if names else "no input is left"
+        placement.findings.append(
+            Finding(
+                "E_NO_TOKEN_INPUT",
+                f"No token input: {what}. Declare model.io.token_input or inputs_embeds_input.",
+                names,
+            )
+        )
+
+
+def _place_logits(placement: Placement) -> None:
+    if placement.taken(Role.LOGITS) is not None:
+        return
+    widths: set[Dimension] = set()
+    for name, placed in placement.inputs.items():
+        port = placement.port(name, "input")
+        shape = (port.shape if port is not None else None) or ()
+        if placed.role is Role.STATE:
+            widths.update(extent for extent in shape if isinstance(extent, int))
+        elif placed.role is Role.EMBEDS:
+            widths.update(shape[-1:])
+    candidates = _unexplained(placement, placement.open_outputs())
+    found = place_logits(candidates, widths=widths)
+    if isinstance(found, NamedPort):
+        placement.place(found.port.name, "output", found.role, found.because)
+    else:
+        placement.findings.append(found)
+
+
+def _unexplained(placement: Placement, ports: Sequence[Port]) -> list[Port]:
+    """Those of `ports` that no finding names: not caches without a partner, nor one of several candidates."""
+    named = {
+        name for finding in placement.findings if finding.code != "E_NO_TOKEN_INPUT" for name in finding.ports
+    }
+    return [port for port in ports if port.name not in named]
+
+
+def _unknown(ports: Sequence[Port]) -> Finding:
+    names = tuple(port.name for port in ports)
+    return Finding(
+        "E_UNKNOWN_INPUT",
+        f"Nothing says what to feed to {listed(names)}. Declare the role under model.io, or list the port "
+        "under model.io.optional_inputs if it may keep its default.",
+        names,
+    )
+
+
+def _declined(inventory: PortInventory) -> Refusal:
+    """The answer of the additive fallback where it has nothing to add."""
+    names = tuple(port.name for port in inventory.inputs if is_integer(port))
+    matching = f"{len(names)} port{' matches' if len(names) == 1 else 's match'}"
+    return Refusal(
+        code="E_AMBIGUOUS_TOKEN_INPUT",
+        message="The graph has no recurrent state, so the fallback adds nothing, and "
+        f"model.io.token_input is not declared: {matching}: {', '.join(names) or 'none'}.",
+        ports=names,
+    )
+
+
+def _malformed(inventory: PortInventory) -> list[Finding]:
+    findings = []
+    for direction, ports in (("input", inventory.inputs), ("output", inventory.outputs)):
+        seen: set[str] = set()
+        repeated: set[str] = set()
+        for port in ports:
+            problem = _malformation(port)
+            if problem is not None:
+                findings.append(
+                    Finding(
+                        "E_MALFORMED_PORT", f"The {direction} {quoted(port.name)} {problem}.", (port.name,)
+                    )
+                )
+            (repeated if port.name in seen else seen).add(port.name)
+        findings += [
+            Finding(
+                "E_DUPLICATE_PORT",
+                f"Two {direction}s are named {quoted(name)}; port names are unique. Export the graph again.",
+                (name,),
+            )
+            for name in sorted(repeated)
+        ]
+    return findings
+
+
+def _malformation(port: Port) -> str | None:
+    if not port.name:
+        return "has no name"
+    if "\0" in port.name:
+        return "has a NUL in its name"
+    for extent in port.shape or ():
+        if isinstance(extent, int) and not 0 <= extent <= _LARGEST_EXTENT:
+            return f"has the extent {extent}, which no tensor has"
+    return None
