@@ -17,9 +17,10 @@ from harness.errors import EngineUnavailableError, InputError, NotDrivableError,
 from harness.events import CheckFinished, Event
 
 if TYPE_CHECKING:
+    from harness.engines.registry import EngineSpec
     from harness.models.builtin import BuiltinPackage
     from harness.package import Package
-    from harness.parity.check import CheckPlan, EngineChoice, Prompt
+    from harness.parity.check import CheckPlan, Prompt
     from harness.topology.spec import Refusal
 
 __all__ = ["command", "failure_document"]
@@ -53,6 +54,8 @@ class _Request:
     max_new_tokens: int | None
     stop_on_eos: bool
     ignore_declared: bool
+    candidate: EngineSpec | None
+    oracle: EngineSpec
 
 
 def failure_document(error: ParityError) -> Mapping[str, Any]:
@@ -117,13 +120,16 @@ def command(
     """
     from rich.console import Console
 
+    from harness.engines.registry import parse_engine
     from harness.parity.check import run_check
     from harness.report.console import ProgressReporter, render_report
     from harness.report.document import ParityDocument
     from harness.report.writer import ReportWriter
 
     say = Console(stderr=True)
-    engines = _choose_engines(candidate, oracle_name)
+    # Names and options first: a misspelt engine is found before a package is written or read.
+    candidate_spec = parse_engine(candidate) if candidate is not None else None
+    oracle_spec = parse_engine(oracle_name)
     found, builtin = find_package(package)
     plan = _plan(
         _Request(
@@ -135,8 +141,9 @@ def command(
             max_new_tokens=max_new_tokens,
             stop_on_eos=stop_on_eos,
             ignore_declared=ignore_declared,
-        ),
-        engines,
+            candidate=candidate_spec,
+            oracle=oracle_spec,
+        )
     )
     document = ParityDocument()
     writer = ReportWriter(report_dir or _default_report_dir(package), document)
@@ -158,27 +165,24 @@ def command(
     return end.exit_code
 
 
-def _choose_engines(candidate: str | None, oracle: str) -> tuple[EngineChoice, EngineChoice]:
-    from harness.engines.registry import default_candidate, parse_engine
-    from harness.parity.check import EngineChoice
+def _usable(spec: EngineSpec | None) -> EngineSpec:
+    """The engine asked for if it can be used here; the default candidate where none was asked for."""
+    from harness.engines.registry import EngineSpec, default_candidate
 
-    chosen = []
-    for text in (candidate, oracle):
-        if text is None:
-            chosen.append(EngineChoice(default_candidate(), {}))
-            continue
-        spec = parse_engine(text)
-        state = spec.engine.availability()
-        if not state.usable:
-            raise EngineUnavailableError(
-                f"{spec.engine.name} is not usable here: {state.reason}",
-                next_action=state.next_action or "See `onnx-parity engines`.",
-            )
-        chosen.append(EngineChoice(spec.engine, spec.options))
-    return chosen[0], chosen[1]
+    if spec is None:
+        return EngineSpec(default_candidate(), {})
+    state = spec.engine.availability()
+    if not state.usable:
+        raise EngineUnavailableError(
+            f"{spec.name} is not usable here: {state.reason}",
+            next_action=state.next_action or "See `onnx-parity engines`.",
+        )
+    return spec
 
 
-def _plan(request: _Request, engines: tuple[EngineChoice, EngineChoice]) -> CheckPlan:
+def _plan(request: _Request) -> CheckPlan:
+    from harness.decode.feeds import plan_feeds
+    from harness.decode.prompts import vocabulary_size
     from harness.models.builtin import cache_dir
     from harness.package import model_sha256
     from harness.parity.check import CheckPlan
@@ -193,15 +197,17 @@ def _plan(request: _Request, engines: tuple[EngineChoice, EngineChoice]) -> Chec
     if derivation.topology is None:
         assert derivation.refusal is not None
         raise _RefusedError(derivation.refusal)
+    prompts = _prompts(request, vocabulary_size(inventory, derivation.topology))
+    plan_feeds(derivation.topology, inventory)  # raises what cannot be fed, before anything is opened
     return CheckPlan(
         package=request.name,
         model=package.model,
         model_sha256=sha256,
         topology=derivation.topology,
         topology_outcome=derivation.outcome.value,
-        candidate=engines[0],
-        oracle=engines[1],
-        prompts=_prompts(request, vocabulary_size(inventory, derivation.topology)),
+        candidate=_usable(request.candidate),
+        oracle=_usable(request.oracle),
+        prompts=prompts,
         max_new_tokens=request.max_new_tokens or (builtin.max_new_tokens if builtin else _DEFAULT_NEW_TOKENS),
         stop_ids=_stop_ids(package) if request.stop_on_eos else (),
     )

@@ -41,7 +41,7 @@ def command(as_json: bool) -> int:
         default = default_candidate().name
     except EngineUnavailableError:
         default = None
-    rows = []
+    rows: list[dict[str, Any]] = []
     for engine in installed_engines():
         found = engine.availability()
         rows.append(

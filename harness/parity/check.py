@@ -6,13 +6,14 @@ Everything that happens is emitted as events; the return value only closes the s
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.decode.loop import forced_decode, greedy_decode
 from harness.decode.trace import Trace
-from harness.engines.base import Engine, OptionValue, Session
+from harness.engines.base import Session
+from harness.engines.registry import EngineSpec
 from harness.errors import EngineFailedError, InvalidRunError, ParityError
 from harness.events import (
     CheckFinished,
@@ -29,7 +30,7 @@ from harness.parity.compare import compare_tokens
 from harness.parity.verdict import Verdict, exit_code_of, worst_verdict
 from harness.topology.spec import Topology
 
-__all__ = ["CheckPlan", "EngineChoice", "Prompt", "run_check"]
+__all__ = ["CheckPlan", "Prompt", "run_check"]
 
 INTERRUPTED = 130
 TOP_K = 5
@@ -42,14 +43,6 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineChoice:
-    """An engine with its options."""
-
-    engine: Engine
-    options: Mapping[str, OptionValue]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +67,8 @@ class CheckPlan:
     model_sha256: str
     topology: Topology
     topology_outcome: str
-    candidate: EngineChoice
-    oracle: EngineChoice
+    candidate: EngineSpec
+    oracle: EngineSpec
     prompts: Sequence[Prompt]
     max_new_tokens: int
     stop_ids: tuple[int, ...] = ()
@@ -125,8 +118,8 @@ class _Check:
                 topology_outcome=plan.topology_outcome,
                 kv_inputs=len(plan.topology.kv_inputs),
                 state_pairs=len(plan.topology.state_pairs),
-                candidate=plan.candidate.engine.name,
-                oracle=plan.oracle.engine.name,
+                candidate=plan.candidate.name,
+                oracle=plan.oracle.name,
                 oracle_mode="stepwise",
                 prompts=len(plan.prompts),
             )
@@ -166,9 +159,9 @@ class _Check:
         verdict = worst_verdict(verdicts)
         return CheckFinished(verdict=verdict, exit_code=exit_code_of(verdict))
 
-    def _open(self, role: EngineRole, choice: EngineChoice) -> Session:
+    def _open(self, role: EngineRole, spec: EngineSpec) -> Session:
         start = time.perf_counter()
-        session = choice.engine.open(self._plan.model, choice.options)
+        session = spec.open(self._plan.model)
         info = session.info
         self._emit(
             SessionOpened(
