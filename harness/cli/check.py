@@ -198,6 +198,7 @@ def _plan(request: _Request) -> CheckPlan:
         assert derivation.refusal is not None
         raise _RefusedError(derivation.refusal)
     prompts = _prompts(request, vocabulary_size(inventory, derivation.topology))
+    stop_ids = _stop_ids(package) if request.stop_on_eos else ()
     plan_feeds(derivation.topology, inventory)  # raises what cannot be fed, before anything is opened
     return CheckPlan(
         package=request.name,
@@ -209,7 +210,7 @@ def _plan(request: _Request) -> CheckPlan:
         oracle=_usable(request.oracle),
         prompts=prompts,
         max_new_tokens=request.max_new_tokens or (builtin.max_new_tokens if builtin else _DEFAULT_NEW_TOKENS),
-        stop_ids=_stop_ids(package) if request.stop_on_eos else (),
+        stop_ids=stop_ids,
     )
 
 

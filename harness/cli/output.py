@@ -33,8 +33,8 @@ def print_json_line(document: Mapping[str, Any]) -> None:
 
 
 def report_error(error: ParityError) -> None:
-    """Say on standard error what is wrong and what to do about it."""
-    click.echo(f"onnx-parity: {error.message}\n  {error.next_action}", err=True)
+    """Say on standard error, in one line, what is wrong and what to do about it."""
+    click.echo(f"onnx-parity: {' '.join(str(error).split())}", err=True)
 
 
 def reporting(document: FailureDocument) -> Callable[[Callable[P, int]], Callable[P, int]]:

@@ -1,0 +1,212 @@
+"""What a user can get wrong: one clear line, the right exit status, nothing written, never a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import onnx
+import pytest
+
+from fixtures.decoders import TinyDecoder
+from harness.cli.app import run
+
+SCHEMA = json.loads(
+    (Path(__file__).parents[2] / "reports/schemas/parity-1.schema.json").read_text(encoding="utf-8")
+)
+IDS = ["--prompt-ids", "1,2"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny package without a tokenizer, in a working directory of its own."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    TinyDecoder(layers="ar").save(folder / "model.onnx")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("ONNX_PARITY_CACHE_DIR", str(tmp_path / "cache"))
+    return folder
+
+
+def externalise(folder: Path, location: str) -> None:
+    """Rewrite the graph so that its weights are said to lie in `location`."""
+    model = onnx.load(folder / "model.onnx")
+    onnx.save(
+        model,
+        folder / "model.onnx",
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+    )
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+
+
+def truncate(folder: Path) -> None:
+    """Cut the graph file in half."""
+    path = folder / "model.onnx"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def missing_weights(folder: Path) -> None:
+    """Weights in a file that is not there."""
+    externalise(folder, "gone.bin")
+
+
+def weights_outside(folder: Path) -> None:
+    """Weights in a file beside the package."""
+    externalise(folder, "../secret.bin")
+    (folder.parent / "secret.bin").write_bytes(b"x" * 100_000)
+
+
+def weights_absolute(folder: Path) -> None:
+    """Weights named by an absolute path."""
+    externalise(folder, str((folder / "weights.bin").absolute()))
+
+
+def no_graph(folder: Path) -> None:
+    """A directory without any graph."""
+    (folder / "model.onnx").unlink()
+
+
+def two_graphs(folder: Path) -> None:
+    """Two graphs, none of them model.onnx."""
+    (folder / "model.onnx").rename(folder / "a.onnx")
+    (folder / "b.onnx").write_bytes((folder / "a.onnx").read_bytes())
+
+
+def broken_yaml(folder: Path) -> None:
+    """A sidecar that is no YAML."""
+    (folder / "inference_metadata.yaml").write_text("model: [unclosed", encoding="utf-8")
+
+
+def yaml_that_is_no_mapping(folder: Path) -> None:
+    """A sidecar whose top level is a list."""
+    (folder / "inference_metadata.yaml").write_text("- a\n- b\n", encoding="utf-8")
+
+
+def broken_genai_config(folder: Path) -> None:
+    """A sidecar that is no JSON."""
+    (folder / "genai_config.json").write_text("{", encoding="utf-8")
+
+
+def broken_tokenizer(folder: Path) -> None:
+    """A tokenizer file without a tokenizer."""
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+
+
+def empty_file(folder: Path) -> None:
+    """A graph file of no bytes."""
+    (folder / "model.onnx").write_bytes(b"")
+
+
+def text_file(folder: Path) -> None:
+    """A graph file that is prose."""
+    (folder / "model.onnx").write_text("this is no model", encoding="utf-8")
+
+
+def as_it_is(folder: Path) -> None:
+    """A package with nothing wrong in it."""
+
+
+CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+    "directory without a graph": (no_graph, IDS, "no graph in this directory"),
+    "two graphs": (two_graphs, IDS, "a.onnx, b.onnx"),
+    "truncated graph": (truncate, IDS, "model.onnx"),
+    "empty graph file": (empty_file, IDS, "model.onnx"),
+    "a text file called model.onnx": (text_file, IDS, "model.onnx"),
+    "missing external data": (missing_weights, IDS, "gone.bin"),
+    "external data outside the package": (weights_outside, IDS, "secret.bin"),
+    "external data by absolute path": (weights_absolute, IDS, "outside the package"),
+    "text without tokenizer": (as_it_is, ["--prompt", "hello"], "--prompt-ids"),
+    "no prompt and no tokenizer": (as_it_is, [], "--prompt-ids"),
+    "broken tokenizer": (broken_tokenizer, ["--prompt", "hello"], "tokenizer.json"),
+    "empty prompt": (as_it_is, ["--prompt", ""], "empty"),
+    "empty ID list": (as_it_is, ["--prompt-ids", ""], "empty"),
+    "IDs that are no numbers": (as_it_is, ["--prompt-ids", "1,x"], "whole numbers"),
+    "ID beyond the vocabulary": (as_it_is, ["--prompt-ids", "1,11"], "Token ID 11"),
+    "negative ID": (as_it_is, ["--prompt-ids", "-1"], "Token ID -1"),
+    "unknown engine": (as_it_is, [*IDS, "--candidate", "ort-cpuu"], "Did you mean ort-cpu?"),
+    "unknown oracle": (as_it_is, [*IDS, "--oracle", "orakle"], "Did you mean oracle?"),
+    "unknown engine option": (as_it_is, [*IDS, "--candidate", "ort-cpu:thread=1"], "threads"),
+    "bad engine option": (as_it_is, [*IDS, "--candidate", "ort-cpu:threads=many"], "threads"),
+    "no tokens to decode": (as_it_is, [*IDS, "--max-new-tokens", "0"], "--max-new-tokens"),
+    "stop without an end": (as_it_is, [*IDS, "--stop-on-eos"], "eos_token_id"),
+    "option that does not exist": (as_it_is, [*IDS, "--bogus"], "--bogus"),
+    "broken YAML": (broken_yaml, IDS, "inference_metadata.yaml"),
+    "YAML that is no mapping": (yaml_that_is_no_mapping, IDS, "inference_metadata.yaml"),
+    "broken JSON": (broken_genai_config, IDS, "genai_config.json"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_one_clear_line_and_exit_2(
+    name: str, package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line names what is wrong; nothing is written; with --json one valid document says the same."""
+    spoil, arguments, named = CASES[name]
+    spoil(package)
+    assert run(["check", str(package), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("onnx-parity: ")
+    assert named in line
+    assert list(Path.cwd().iterdir()) == []
+
+    assert run(["check", str(package), *arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    (line,) = out.splitlines()
+    document = json.loads(line)
+    jsonschema.validate(document, SCHEMA)
+    assert (document["verdict"], document["exit_code"]) == (None, 2)
+    assert named in document["error"]["message"] + document["error"]["next"]
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_missing_directory_names_the_built_in_packages(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A misspelt built-in name gets the nearest one."""
+    assert run(["check", "dmo"]) == 2
+    assert "did you mean demo" in capsys.readouterr().err
+    assert run(["check", str(package / "nowhere")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "nowhere: no such file or directory" in line
+
+
+def test_a_report_folder_that_cannot_be_made_is_the_users_error(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found before anything is decoded."""
+    (Path.cwd() / "file").write_text("", encoding="utf-8")
+    assert run(["check", str(package), *IDS, "--report-dir", "file/deeper"]) == 2
+    assert "--report-dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["check", "derive", "ports", "fetch", "engines"])
+def test_every_verb_prints_one_document_even_for_a_wrong_flag(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --json, standard output has exactly one line that says what is wrong."""
+    assert run([verb, "--json", "--bogus"]) == 2
+    out, err = capsys.readouterr()
+    (line,) = out.splitlines()
+    document = json.loads(line)
+    assert document["schema"].startswith("onnx-parity/")
+    assert "--bogus" in document["error"]["message"]
+    assert "Traceback" not in err
+
+
+def test_a_verb_that_does_not_exist_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """No verb is half there: what is not built does not exist."""
+    assert run(["localise", "x.json"]) == 2
+    assert "localise" in capsys.readouterr().err
