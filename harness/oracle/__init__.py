@@ -1,1 +1,7 @@
 """Our own executor of ONNX graphs in numpy, independent of every runtime under test."""
+
+from __future__ import annotations
+
+from harness.oracle.model import RESIDENT_LIMIT, OracleModel, TensorSpec
+
+__all__ = ["RESIDENT_LIMIT", "OracleModel", "TensorSpec"]

@@ -1,1 +1,46 @@
-"""The oracle's operators, in rooms by family."""
+"""The oracle's operators, in rooms by family.
+
+Importing this package fills the registry.
+"""
+
+from __future__ import annotations
+
+from harness.oracle.kernels import (
+    attention,
+    cast,
+    control,
+    elementwise,
+    generate,
+    group_query,
+    indexing,
+    linear,
+    logic,
+    normalisation,
+    quantised,
+    recurrent,
+    reduction,
+    rotary,
+    tensor,
+)
+from harness.oracle.kernels.registry import claims, find, operator_version
+
+__all__ = [
+    "attention",
+    "cast",
+    "claims",
+    "control",
+    "elementwise",
+    "find",
+    "generate",
+    "group_query",
+    "indexing",
+    "linear",
+    "logic",
+    "normalisation",
+    "operator_version",
+    "quantised",
+    "recurrent",
+    "reduction",
+    "rotary",
+    "tensor",
+]

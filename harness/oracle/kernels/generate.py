@@ -1,0 +1,67 @@
+"""Tensors from nothing but shapes and numbers. Semantics of the ONNX operator specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from harness.oracle.kernels.registry import kernel
+from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
+
+
+@kernel("Constant", (1, 9, 11, 12, 13, 19, 21, 23, 24, 25), moves=True)
+def _constant(node: Node) -> Compute:
+    """The tensor in the attribute that is set."""
+    value = _constant_value(node)
+    return lambda: value
+
+
+def _constant_value(node: Node) -> Tensor:
+    for name, dtype in (("value_int", np.int64), ("value_ints", np.int64)):
+        if name in node.attributes:
+            return np.array(node.attributes[name], dtype=dtype)
+    for name in ("value_float", "value_floats"):
+        if name in node.attributes:
+            return np.array(node.attributes[name], dtype=np.float32)
+    if "value" not in node.attributes:
+        raise UnsupportedFeatureError("a string or sparse value")
+    value: Tensor = node.attributes["value"]
+    return value
+
+
+@kernel("ConstantOfShape", (9, 20, 21, 23, 24, 25))
+def _constant_of_shape(node: Node) -> Compute:
+    """A tensor of the given shape filled with `value` (float32 zero by default)."""
+    given = node.attributes.get("value")
+    fill = np.zeros(1, np.float32) if given is None else given
+    fill = node.precision.widen(np.asarray(fill).reshape(()))
+    return lambda shape: np.full(shape.tolist(), fill)
+
+
+@kernel("Range", (11, 27))
+def _range(node: Node) -> Compute:
+    """start, start + delta, start + 2 delta, .. below limit (above it when delta is negative)."""
+
+    def run(start: Any, limit: Any, delta: Any) -> Tensor:
+        dtype = start.dtype
+        start, limit, delta = (np.asarray(value).reshape(()).item() for value in (start, limit, delta))
+        if dtype.kind in "iu":
+            return np.arange(start, limit, delta, dtype=dtype)
+        count = max(0, int(np.ceil((limit - start) / delta)))
+        return (start + np.arange(count) * delta).astype(dtype)
+
+    return run
+
+
+@kernel("EyeLike", (9, 22))
+def _eye_like(node: Node) -> Compute:
+    """A matrix in the shape of x with ones on its k-th diagonal, in type `dtype` or that of x."""
+    k, target = node.integer("k", 0), node.attributes.get("dtype")
+    dtype = None if target is None else node.precision.holding(target)
+
+    def run(x: Tensor) -> Tensor:
+        rows, columns = x.shape
+        return np.eye(rows, columns, k=k, dtype=x.dtype if dtype is None else dtype)
+
+    return run

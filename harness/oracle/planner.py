@@ -1,0 +1,448 @@
+"""Planning a graph: names become slots, nodes become bound kernels, constants are computed once.
+
+Model-local functions are inlined, unless there is a native kernel for the operator that they define.
+Every operator that is missing is found here, before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+
+from harness.errors import EngineFailedError, InputError
+from harness.oracle.executor import ABSENT, DISCARD, Body, Step
+from harness.oracle.kernels import find, operator_version
+from harness.oracle.kernels.registry import Kernel
+from harness.oracle.node import Compute, Node, UnsupportedFeatureError
+from harness.oracle.precision import Array, Precision
+from harness.oracle.weights import TensorReader, attribute_value
+
+__all__ = ["Budget", "Planner"]
+
+_SMALL = 1 << 16
+"""Bytes up to which a constant is widened or computed at planning without being counted."""
+
+
+class Budget:
+    """How much memory weights may take that are not views of the file: widened, dequantised, computed."""
+
+    def __init__(self, limit: int) -> None:
+        self.left = limit
+
+    def reserve(self, nbytes: int) -> bool:
+        """Whether `nbytes` more may stay; they count against the budget when so."""
+        if nbytes > self.left:
+            return False
+        self.left -= nbytes
+        return True
+
+
+class _Constant:
+    """A value known at planning.
+
+    Attributes:
+        array: as in the file, or as computed.
+        wide: in the dtype that holds it; None while nobody asked, or where the budget is spent.
+    """
+
+    __slots__ = ("array", "wide")
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        self.wide: Array | None = None
+
+
+_Value: TypeAlias = "int | _Constant"
+"""What a name stands for: a slot of the body at hand, or a constant."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A body in the making."""
+
+    steps: list[Step] = field(default_factory=list)
+    constants: dict[int, Any] = field(default_factory=lambda: {ABSENT: None})
+    slot_count: int = 2
+    captures: dict[int, int] = field(default_factory=dict)
+    constant_slots: dict[int, int] = field(default_factory=dict)
+
+    def new_slot(self) -> int:
+        self.slot_count += 1
+        return self.slot_count - 1
+
+    def slot_of(self, array: Array) -> int:
+        """The slot of a constant array; one for all its uses."""
+        key = id(array)
+        if key not in self.constant_slots:
+            slot = self.constant_slots[key] = self.new_slot()
+            self.constants[slot] = array
+        return self.constant_slots[key]
+
+    def capture(self, outer: int) -> int:
+        """The slot here of a value in slot `outer` of the enclosing body."""
+        if outer not in self.captures:
+            self.captures[outer] = self.new_slot()
+        return self.captures[outer]
+
+
+@dataclass(slots=True)
+class _Scope:
+    """The names that nodes see: of a graph with those around it, or of a function by itself.
+
+    Attributes:
+        draft: the body that the nodes go to.
+        opsets: opset by domain.
+        outer: the scope around a subgraph; None for the main graph and for functions.
+        attributes: what the attributes of a function stand for in its body.
+        path: prefix of node labels.
+    """
+
+    draft: _Draft
+    opsets: Mapping[str, int]
+    outer: _Scope | None = None
+    attributes: Mapping[str, onnx.AttributeProto] = field(default_factory=dict)
+    path: str = ""
+    names: dict[str, _Value] = field(default_factory=dict)
+
+    def find(self, name: str) -> _Value | None:
+        """What `name` stands for in this body; outer values are captured."""
+        value = self.names.get(name)
+        if value is None and self.outer is not None:
+            value = self.outer.find(name)
+            if isinstance(value, int):
+                if value != ABSENT:
+                    value = self.draft.capture(value)
+                self.names[name] = value
+        return value
+
+
+class Planner:
+    """Plans the graphs of one model."""
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        reader: TensorReader,
+        *,
+        precision: Precision,
+        budget: Budget,
+        inline_functions: bool,
+    ) -> None:
+        self._model = model
+        self._reader = reader
+        self._precision = precision
+        self._budget = budget
+        self._inline_functions = inline_functions
+        self._functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
+        self._missing: dict[str, list[str]] = {}
+
+    def plan(self) -> Body:
+        """The main graph as a body.
+
+        Raises:
+            InputError: the graph is not well-formed, or a tensor cannot be read.
+            EngineFailedError: operators are missing (`unsupported`).
+        """
+        opsets = {_domain(entry.domain): entry.version for entry in self._model.opset_import}
+        body = self._body(self._model.graph, _Scope(_Draft(), opsets))
+        if self._missing:
+            lines = [
+                f"{what} at node {nodes[0]}" + (f" and {len(nodes) - 1} more" if len(nodes) > 1 else "")
+                for what, nodes in self._missing.items()
+            ]
+            raise EngineFailedError(
+                f"The oracle lacks what this graph needs: {'; '.join(lines)}.",
+                next_action="Check against another oracle (`--oracle`), or export the graph without it.",
+                kind="unsupported",
+            )
+        return body
+
+    def _body(self, graph: onnx.GraphProto, scope: _Scope) -> Body:
+        draft = scope.draft
+        if graph.sparse_initializer:
+            self._lack("sparse initialisers", graph.sparse_initializer[0].values.name)
+        for tensor in graph.initializer:
+            scope.names[tensor.name] = _Constant(self._reader.array(tensor))
+        inputs = []
+        for port in graph.input:
+            if port.name not in scope.names:
+                inputs.append(draft.new_slot())
+                scope.names[port.name] = inputs[-1]
+        self._nodes(graph.node, scope, [port.name for port in graph.output])
+        outputs = [self._slot(port.name, scope) for port in graph.output]
+        return Body(
+            inputs=[*inputs, *draft.captures.values()],
+            outputs=outputs,
+            steps=draft.steps,
+            constants=draft.constants,
+            slot_count=draft.slot_count,
+            capture_count=len(draft.captures),
+        )
+
+    def _nodes(self, nodes: Sequence[onnx.NodeProto], scope: _Scope, results: Iterable[str]) -> None:
+        """Plan the nodes of a graph or function, whose outputs are `results`."""
+        read = {name for node in nodes for name in _free_names(node)}.union(results)
+        for node in _ordered(nodes, scope):
+            domain = _domain(node.domain)
+            version = operator_version(domain, node.op_type, scope.opsets.get(domain, 1))
+            entry = find(domain, node.op_type, version)
+            function = self._functions.get((domain, node.op_type, node.overload))
+            if function is not None and (entry is None or self._inline_functions):
+                self._inline(node, function, scope)
+            elif entry is None:
+                opset = scope.opsets.get(domain)
+                since = (
+                    f"opset {opset}, operator version {version}" if opset is not None else "no opset imported"
+                )
+                self._lack(
+                    f"operator {node.op_type} of domain {domain or 'ai.onnx'} ({since})", _label(node, scope)
+                )
+                self._placeholders(node, scope)
+            else:
+                self._bind(node, domain, version, entry, scope, read)
+
+    def _inline(self, node: onnx.NodeProto, function: onnx.FunctionProto, scope: _Scope) -> None:
+        """Plan the nodes of a function in place of the node that calls it."""
+        given = {attribute.name: attribute for attribute in _resolved(node.attribute, scope)}
+        defaults = {attribute.name: attribute for attribute in function.attribute_proto}
+        inner = _Scope(
+            scope.draft,
+            {_domain(entry.domain): entry.version for entry in function.opset_import},
+            attributes=defaults | given,
+            path=f"{_label(node, scope)}/",
+        )
+        for index, name in enumerate(function.input):
+            actual = node.input[index] if index < len(node.input) else ""
+            inner.names[name] = self._value(actual, scope, _label(node, scope)) if actual else ABSENT
+        self._nodes(function.node, inner, function.output)
+        for name, formal in zip(node.output, function.output, strict=False):
+            if name:
+                scope.names[name] = self._value(formal, inner, _label(node, scope))
+
+    def _bind(
+        self,
+        node: onnx.NodeProto,
+        domain: str,
+        version: int,
+        entry: Kernel,
+        scope: _Scope,
+        read: Set[str],
+    ) -> None:
+        """Plan one node: the one place where a node becomes a function.
+
+        Whatever looks at or changes the values that nodes produce (rounding, measuring) wraps that
+        function here, so that it costs nothing where it is not asked for.
+        """
+        label = _label(node, scope)
+        values = [self._value(name, scope, label) if name else ABSENT for name in node.input]
+        attributes, captured = self._attributes(node, scope, label)
+        known: dict[int, Array] = {}
+        late: list[int] = []
+        for index, value in enumerate(values):
+            if isinstance(value, _Constant):
+                as_stored = entry.moves or index in entry.raw
+                array = value.array if as_stored else self._widened(value)
+                if array is None:
+                    late.append(index)
+                else:
+                    known[index] = array
+        view = Node(
+            domain=domain,
+            op_type=node.op_type,
+            version=version,
+            label=label,
+            precision=self._precision,
+            residency=self._budget,
+            attributes=attributes,
+            present=[value != ABSENT for value in values],
+            wanted=[name in read for name in node.output],
+            constants=known,
+        )
+        try:
+            compute = entry.bind(view)
+        except UnsupportedFeatureError as error:
+            self._lack(f"operator {node.op_type} of domain {domain or 'ai.onnx'} with {error}", label)
+            self._placeholders(node, scope)
+            return
+        if entry.pure and not captured and len(known) == sum(view.present):
+            folded = self._folded(compute, [known.get(index) for index in range(len(values))])
+            if folded is not None:
+                scope.names.update(zip(node.output, folded, strict=False))
+                return
+        if late:
+            compute = _widening(compute, late, self._precision)
+        if entry.moves and any(self._precision.held(array.dtype) != array.dtype for array in known.values()):
+            compute = _widening_result(compute, self._precision)
+        draft = scope.draft
+        inputs = [
+            draft.slot_of(known.get(index, value.array)) if isinstance(value, _Constant) else value
+            for index, value in enumerate(values)
+        ]
+        self._placeholders(node, scope)
+        outputs = [self._slot(name, scope) if name else DISCARD for name in node.output]
+        step = Step(compute, tuple(inputs + captured), tuple(outputs), f"{node.op_type} {label}")
+        draft.steps.append(step)
+
+    def _attributes(
+        self, node: onnx.NodeProto, scope: _Scope, label: str
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Attribute values, and the slots here that subgraphs capture, subgraph by subgraph."""
+        attributes: dict[str, Any] = {}
+        captured: list[int] = []
+        for attribute in _resolved(node.attribute, scope):
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                draft = _Draft()
+                inner = _Scope(draft, scope.opsets, scope, scope.attributes, f"{label}.{attribute.name}/")
+                attributes[attribute.name] = self._body(attribute.g, inner)
+                captured.extend(draft.captures)
+            else:
+                attributes[attribute.name] = attribute_value(attribute, self._reader)
+        return attributes, captured
+
+    def _folded(self, compute: Compute, arguments: Sequence[Array | None]) -> list[_Constant] | None:
+        """The outputs of a node of constants, or None where they must be computed at each run."""
+        try:
+            with np.errstate(all="ignore"):
+                result = compute(*arguments)
+        # Where it fails it must fail when it runs, and only if it runs (a branch may never be taken).
+        except Exception:
+            return None
+        arrays = [np.asarray(item) for item in (result if isinstance(result, tuple) else (result,))]
+        given = {id(array) for array in arguments}
+        owned = sum(
+            array.nbytes
+            for array in arrays
+            if array.base is None and array.nbytes > _SMALL and id(array) not in given
+        )
+        if owned and not self._budget.reserve(owned):
+            return None
+        return [_Constant(array) for array in arrays]
+
+    def _widened(self, constant: _Constant) -> Array | None:
+        """The constant in the dtype that holds it, or None where that copy is beyond the budget."""
+        if constant.wide is None:
+            held = self._precision.held(constant.array.dtype)
+            if held == constant.array.dtype:
+                constant.wide = constant.array
+            else:
+                nbytes = constant.array.size * held.itemsize
+                if nbytes <= _SMALL or self._budget.reserve(nbytes):
+                    constant.wide = self._precision.widen(constant.array)
+        return constant.wide
+
+    def _slot(self, name: str, scope: _Scope) -> int:
+        """The slot of a named value; a constant gets one, in the dtype that holds it."""
+        value = self._value(name, scope, "the graph's outputs")
+        if isinstance(value, int):
+            return value
+        wide = self._widened(value)
+        return scope.draft.slot_of(self._precision.widen(value.array) if wide is None else wide)
+
+    def _value(self, name: str, scope: _Scope, reader: str) -> _Value:
+        value = scope.find(name)
+        if value is None:
+            raise InputError(
+                f"Value {name} is read by {reader}, but no node, input or initialiser of "
+                f"{self._reader.path.name} produces it.",
+                next_action="Export the graph again, or run `onnx.checker` on it.",
+            )
+        return value
+
+    def _placeholders(self, node: onnx.NodeProto, scope: _Scope) -> None:
+        """Give a slot to each named output of a node."""
+        scope.names.update({name: scope.draft.new_slot() for name in node.output if name})
+
+    def _lack(self, what: str, where: str) -> None:
+        self._missing.setdefault(what, []).append(where)
+
+
+def _widening(compute: Compute, late: Sequence[int], precision: Precision) -> Compute:
+    """`compute` with the inputs at `late` widened at each run, for weights beyond the budget."""
+
+    def run(*inputs: Any) -> Any:
+        widened = list(inputs)
+        for index in late:
+            widened[index] = precision.widen(widened[index])
+        return compute(*widened)
+
+    return run
+
+
+def _widening_result(compute: Compute, precision: Precision) -> Compute:
+    """`compute` with its result widened, where it moves elements of a constant as the file has them."""
+
+    def run(*inputs: Any) -> Any:
+        result = compute(*inputs)
+        if isinstance(result, tuple):
+            return tuple(precision.widen(item) for item in result)
+        return precision.widen(result)
+
+    return run
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+def _label(node: onnx.NodeProto, scope: _Scope) -> str:
+    return scope.path + (node.name or f"{node.op_type}({next(filter(None, node.output), '')})")
+
+
+def _resolved(attributes: Iterable[onnx.AttributeProto], scope: _Scope) -> Iterator[onnx.AttributeProto]:
+    """Attributes with references to those of the function replaced; an unset one is left out."""
+    for attribute in attributes:
+        if not attribute.ref_attr_name:
+            yield attribute
+        elif attribute.ref_attr_name in scope.attributes:
+            actual = onnx.AttributeProto()
+            actual.CopyFrom(scope.attributes[attribute.ref_attr_name])
+            actual.name = attribute.name
+            yield actual
+
+
+def _free_names(node: onnx.NodeProto) -> Iterator[str]:
+    """Names that a node reads: its inputs, and what its subgraphs read from outside."""
+    yield from (name for name in node.input if name)
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            graph = attribute.g
+            own = {tensor.name for tensor in graph.initializer} | {port.name for port in graph.input}
+            own.update(name for inner in graph.node for name in inner.output)
+            reads = [name for inner in graph.node for name in _free_names(inner)]
+            reads += [port.name for port in graph.output]
+            yield from (name for name in reads if name not in own)
+
+
+def _ordered(nodes: Sequence[onnx.NodeProto], scope: _Scope) -> list[onnx.NodeProto]:
+    """`nodes` so that each stands behind what it reads, otherwise in the order given.
+
+    Raises:
+        InputError: nodes read each other in a circle.
+    """
+    producer = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    waits = [{producer[name] for name in _free_names(node) if name in producer} for node in nodes]
+    if all(not awaited or max(awaited) < index for index, awaited in enumerate(waits)):
+        return list(nodes)
+    done: set[int] = set()
+    pending = list(range(len(nodes)))
+    order: list[onnx.NodeProto] = []
+    while pending:
+        later = []
+        for index in pending:
+            if waits[index] <= done:
+                done.add(index)
+                order.append(nodes[index])
+            else:
+                later.append(index)
+        if len(later) == len(pending):
+            names = ", ".join(_label(nodes[index], scope) for index in later[:3])
+            raise InputError(
+                f"The graph has a circle: each of the nodes {names} waits for another.",
+                next_action="Export the graph again, or run `onnx.checker` on it.",
+            )
+        pending = later
+    return order

@@ -1,0 +1,74 @@
+"""The precision in which the oracle computes: which numpy type holds a declared ONNX type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+__all__ = ["Array", "Precision", "PrecisionName", "file_dtype", "type_name"]
+
+Array: TypeAlias = NDArray[Any]
+PrecisionName: TypeAlias = Literal["float32", "float64"]
+
+_SPELLING = {"float": "float32", "double": "float64"}
+_NARROW_INTEGERS: dict[int, type[np.generic]] = {
+    onnx.TensorProto.INT4: np.int8,
+    onnx.TensorProto.UINT4: np.uint8,
+    onnx.TensorProto.INT2: np.int8,
+    onnx.TensorProto.UINT2: np.uint8,
+}
+
+
+def type_name(elem_type: int) -> str:
+    """The name of an ONNX element type in numpy's spelling: `float32`, `bfloat16`, `float8e4m3fn`."""
+    name: str = onnx.TensorProto.DataType.Name(elem_type).lower()
+    return _SPELLING.get(name, name)
+
+
+def file_dtype(elem_type: int) -> np.dtype[Any]:
+    """The numpy dtype of an ONNX element type as it stands in a file."""
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type))
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    # The narrow floats of ml_dtypes are of kind V or f, its integers have "int" in their names.
+    return dtype.kind == "f" or (dtype.kind == "V" and "float" in dtype.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Every float narrower than `dtype` is held and computed in `dtype`; integers stay exact.
+
+    A graph's float64 tensors stay float64: the oracle's precision is a floor. Since each declared type
+    has just one holding type, the operands of an operator agree whatever casts stand between them, and
+    a cast to a narrower float changes nothing.
+
+    Attributes:
+        name: `float32` or `float64`.
+    """
+
+    name: PrecisionName
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of the same name."""
+        return np.dtype(self.name)
+
+    def holding(self, elem_type: int) -> np.dtype[Any]:
+        """The dtype that holds tensors of a declared ONNX type; 2- and 4-bit integers take a byte each."""
+        narrow = _NARROW_INTEGERS.get(elem_type)
+        return np.dtype(narrow) if narrow is not None else self.held(file_dtype(elem_type))
+
+    def held(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The dtype that holds values of `dtype`."""
+        if _is_float(dtype) and dtype != np.float64:
+            return self.dtype
+        return dtype
+
+    def widen(self, array: Array) -> Array:
+        """`array` in its holding dtype: itself where it is held as it stands, else an exact copy."""
+        return array.astype(self.held(array.dtype), copy=False)

@@ -1,0 +1,196 @@
+"""Reading an ONNX file: the graph, its initialisers, and the external files that hold weights.
+
+External data is memory-mapped and never copied; the arrays are views that the operating system pages in
+when they are read.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped] # protobuf has no type hints
+
+from harness.errors import InputError
+from harness.oracle.precision import Array, file_dtype
+
+__all__ = ["TensorReader", "attribute_value", "read_model"]
+
+_SUB_BYTE: dict[int, type[np.generic]] = {
+    onnx.TensorProto.INT4: np.int8,
+    onnx.TensorProto.UINT4: np.uint8,
+    onnx.TensorProto.INT2: np.int8,
+    onnx.TensorProto.UINT2: np.uint8,
+    onnx.TensorProto.FLOAT4E2M1: np.float32,
+}
+"""Types of less than a byte an element, unpacked when read, and the dtype that then holds them exactly."""
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """Parse the file `path`; external data stays where it is.
+
+    Raises:
+        InputError: the file is missing, unreadable, truncated, or no ONNX model.
+    """
+    try:
+        # Through a stream, as `onnx.load` guesses a text format from some file name endings.
+        with path.open("rb") as stream:
+            model = onnx.load(stream, format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise InputError(
+            f"Cannot read the model {path}: {error.strerror or error}.",
+            next_action="Name a directory or an .onnx file that exists.",
+        ) from error
+    except DecodeError as error:
+        raise InputError(
+            f"{path} is not a readable ONNX model: it is truncated or damaged.",
+            next_action="Export or copy the file again.",
+        ) from error
+    if not model.graph.output or not model.opset_import:
+        raise InputError(
+            f"{path} holds no ONNX graph: it is empty or truncated.",
+            next_action="Export or copy the file again.",
+        )
+    return model
+
+
+class TensorReader:
+    """Turns the tensors of one model into arrays; maps each external file once.
+
+    Attributes:
+        path: the model file; external files stand in its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, memoryview] = {}
+
+    def array(self, tensor: onnx.TensorProto) -> Array:
+        """The values of `tensor` in the dtype of the file, read-only; 2- and 4-bit types are unpacked.
+
+        Raises:
+            InputError: its external file is missing, too short, or outside the model's folder, or the
+                tensor has another number of bytes than its shape says.
+        """
+        if tensor.data_type == onnx.TensorProto.UNDEFINED:
+            raise self._broken(tensor, "it has no element type")
+        if tensor.data_type == onnx.TensorProto.STRING:
+            return self._strings(tensor)
+        shape = tuple(tensor.dims)
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            return self._typed(tensor, self._external(tensor), shape)
+        if tensor.HasField("raw_data"):
+            return self._typed(tensor, memoryview(tensor.raw_data), shape)
+        try:
+            # Values in typed fields are decoded element by element; only small tensors come so.
+            values = onnx.numpy_helper.to_array(tensor)
+        except ValueError as error:
+            raise self._broken(tensor, str(error)) from error
+        holding = _SUB_BYTE.get(tensor.data_type)
+        return values if holding is None else values.astype(holding)
+
+    def _strings(self, tensor: onnx.TensorProto) -> Array:
+        text = [item.decode("utf-8", "replace") for item in tensor.string_data]
+        array = np.empty(len(text), dtype=object)
+        array[:] = text
+        return array.reshape(tuple(tensor.dims))
+
+    def _typed(self, tensor: onnx.TensorProto, data: memoryview, shape: tuple[int, ...]) -> Array:
+        """`data` as an array of the tensor's type and shape, without a copy where a byte is an element."""
+        count = int(np.prod(shape, dtype=np.int64))
+        holding = _SUB_BYTE.get(tensor.data_type)
+        if holding is not None:
+            return self._unpacked(tensor, data, count).astype(holding, copy=False).reshape(shape)
+        dtype = file_dtype(tensor.data_type)
+        if len(data) != count * dtype.itemsize:
+            raise self._broken(
+                tensor, f"it has {len(data)} bytes where its shape asks {count * dtype.itemsize}"
+            )
+        return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+    def _unpacked(self, tensor: onnx.TensorProto, data: memoryview, count: int) -> Array:
+        """Elements of 2 or 4 bits, lowest bits of a byte first, one by one."""
+        bits = 2 if tensor.data_type in (onnx.TensorProto.INT2, onnx.TensorProto.UINT2) else 4
+        per_byte = 8 // bits
+        if len(data) != -(-count // per_byte):
+            raise self._broken(
+                tensor, f"it has {len(data)} bytes where its shape asks {-(-count // per_byte)}"
+            )
+        packed = np.frombuffer(data, dtype=np.uint8)
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        codes: Array = ((packed[:, None] >> shifts) & (2**bits - 1)).reshape(-1)[:count]
+        if tensor.data_type == onnx.TensorProto.FLOAT4E2M1:
+            return codes.view(file_dtype(tensor.data_type))
+        if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.INT2):
+            # Two's complement: codes from the half up are negative.
+            codes = np.where(codes >= 2 ** (bits - 1), codes.astype(np.int8) - 2**bits, codes)
+        return codes
+
+    def _external(self, tensor: onnx.TensorProto) -> memoryview:
+        """The bytes of an external tensor, as a view into its mapped file."""
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        data = self._mapped(tensor, location)
+        try:
+            offset = int(entries.get("offset", "0"))
+            length = int(entries.get("length", str(len(data) - offset)))
+        except ValueError as error:
+            raise self._broken(tensor, "offset or length of its external data is no number") from error
+        if offset < 0 or length < 0 or offset + length > len(data):
+            raise InputError(
+                f"External file {location} ends at byte {len(data)}, but tensor {tensor.name} of "
+                f"{self.path.name} lies at bytes {offset} to {offset + length}.",
+                next_action=f"Copy {location} again: it is truncated, or belongs to another export.",
+            )
+        return data[offset : offset + length]
+
+    def _mapped(self, tensor: onnx.TensorProto, location: str) -> memoryview:
+        if location in self._files:
+            return self._files[location]
+        file = self.path.parent / location
+        pure = PurePosixPath(location)
+        # A link may lead from the package to a file store beside the model file (download caches do so),
+        # but not elsewhere.
+        homes = (self.path.parent.resolve(), self.path.resolve().parent)
+        inside = any(file.resolve().is_relative_to(home) for home in homes)
+        if not location or pure.is_absolute() or ".." in pure.parts or not inside:
+            raise InputError(
+                f"Tensor {tensor.name} of {self.path.name} keeps its data in {location or 'no file'}, "
+                f"which is outside the package folder {self.path.parent}.",
+                next_action="Put the file into the package folder and name it there.",
+            )
+        try:
+            with file.open("rb") as stream:
+                size = stream.seek(0, 2)
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except OSError as error:
+            raise InputError(
+                f"External file {file}, which holds tensor {tensor.name}, cannot be read: "
+                f"{error.strerror or error}.",
+                next_action=f"Put {location} beside {self.path.name}.",
+            ) from error
+        self._files[location] = memoryview(mapped)
+        return self._files[location]
+
+    def _broken(self, tensor: onnx.TensorProto, reason: str) -> InputError:
+        return InputError(
+            f"Tensor {tensor.name or '(unnamed)'} of {self.path.name} cannot be read: {reason}.",
+            next_action="Export or copy the file again.",
+        )
+
+
+def attribute_value(attribute: onnx.AttributeProto, reader: TensorReader) -> Any:
+    """An attribute as Python value: number, string, list or array. Graphs are for the planner."""
+    kinds = onnx.AttributeProto
+    if attribute.type == kinds.STRING:
+        return attribute.s.decode("utf-8", "replace")
+    if attribute.type == kinds.STRINGS:
+        return [item.decode("utf-8", "replace") for item in attribute.strings]
+    if attribute.type == kinds.TENSOR:
+        return reader.array(attribute.t)
+    if attribute.type == kinds.TENSORS:
+        return [reader.array(item) for item in attribute.tensors]
+    return onnx.helper.get_attribute_value(attribute)
