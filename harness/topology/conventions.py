@@ -1,21 +1,34 @@
-"""How exporters name the ports of a decoder's caches, as data.
+"""The form of naming conventions: how past ports (graph inputs) go with present ports (graph outputs).
 
-A convention pairs past ports (graph inputs) with present ports (graph outputs). `%d` in a pattern stands
-for the layer index, in ASCII digits; `*` in a stem pattern stands for any text that is not empty.
-Patterns are matched over inputs and outputs together: a past port counts only with its present port.
+`%d` in a pattern stands for the layer index, in ASCII digits; `*` in a stem pattern stands for any text
+that is not empty. Conventions are matched over inputs and outputs together: a past port counts only with
+its present port. The conventions themselves are data, in `harness.topology.exporters`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import takewhile
 
 from harness.topology.spec import Role
 
-__all__ = ["CONVENTIONS", "Convention", "IndexedPatterns", "PortPair", "StemPair"]
+__all__ = ["Convention", "Discipline", "IndexedPatterns", "PortPair", "StemPair", "WordSwap"]
 
 INDEX = "%d"
 STEM = "*"
+
+
+class Discipline(StrEnum):
+    """What the shapes of a pair must show beyond agreeing with each other.
+
+    `ANY`: nothing; the name is enough. `GROWING`: one axis that grows, since the name alone could also
+    mean a state. `SCATTER`: a buffer of fixed size that is written in place, at an index that is fed.
+    """
+
+    ANY = "any"
+    GROWING = "growing"
+    SCATTER = "scatter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +39,32 @@ class PortPair:
         past: pattern of the input's name, with at most one `%d`.
         present: pattern of the output's name, with `%d` where `past` has it.
         role: what both ports are.
+        discipline: what the shapes must show.
     """
 
     past: str
     present: str
     role: Role
+    discipline: Discipline = Discipline.ANY
 
 
 @dataclass(frozen=True, slots=True)
 class StemPair:
-    """Past and present names that share a stem: what `*` stands for must be the same text in both.
+    """Names of states that share a stem: what `*` stands for must be the same text in both.
 
     Whatever a `PortPair` has already claimed is not looked at.
+    """
+
+    past: str
+    present: str
+
+
+@dataclass(frozen=True, slots=True)
+class WordSwap:
+    """Names that are alike but for one word: `past` in the input's name, `present` in the output's.
+
+    An empty word means that the name has no such word. Separators do not count. What the cache is, its
+    other words say; since such names say little, keys and values must also show that they grow.
     """
 
     past: str
@@ -53,12 +80,14 @@ class Convention:
         source: where the naming comes from.
         pairs: caches by their full pattern.
         stems: recurrent states, by the rule that everything else under a common prefix is state.
+        swaps: caches of either sort, by names that differ in one word.
     """
 
     name: str
     source: str
     pairs: tuple[PortPair, ...] = ()
     stems: tuple[StemPair, ...] = ()
+    swaps: tuple[WordSwap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +143,3 @@ def _present_of(past: str, patterns: IndexedPatterns) -> str:
     prefix = _common_prefix(patterns.past_key, patterns.past_value)
     stem = past.removeprefix(prefix)
     return _common_prefix(patterns.present_key, patterns.present_value) + stem
-
-
-CONVENTIONS: tuple[Convention, ...] = (
-    IndexedPatterns().convention(
-        name="dotted",
-        source="Hugging Face Optimum, onnxruntime-genai model builder, mobius",
-    ),
-)
-"""The conventions that are tried where a package declares nothing."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.ports import Port
+from harness.topology.acceptance import CROSS_ROLES, SELF_KV_ROLES, CacheBinding, check_binding
 from harness.topology.conventions import Convention
-from harness.topology.derive import CacheBinding, check_binding, derive_cache
+from harness.topology.derive import derive_cache
 from harness.topology.findings import Finding, listed, quoted
 from harness.topology.interface import words
-from harness.topology.placement import CROSS_ROLES, KV_ROLES, Direction, Placement
+from harness.topology.placement import Direction, Placement
 from harness.topology.shapes import StateShapeMatch
 from harness.topology.sidecar import DeclaredIo, GenaiNames
 from harness.topology.spec import Role
@@ -137,7 +138,7 @@ def _declared_bindings(
 
 def _cache_role(name: str, natural: CacheBinding | None, *, cross: bool) -> Role:
     """Whether a declared cache holds keys, values or both: as its name says."""
-    allowed = CROSS_ROLES if cross else KV_ROLES
+    allowed = CROSS_ROLES if cross else SELF_KV_ROLES
     if natural is not None and natural.role in allowed:
         return natural.role
     said = words(name)

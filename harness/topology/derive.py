@@ -2,8 +2,8 @@
 
 First the full patterns of the conventions are matched, then states are found by the suffix rule: what
 follows the common prefix of the past patterns must stand again behind the common prefix of the present
-patterns. Selection looks at names only; shapes and dtypes accept or reject what was selected, and never
-select.
+patterns; then names that differ in one word. Selection looks at names only; shapes and dtypes accept or
+reject what was selected (`harness.topology.acceptance`), and never select.
 """
 
 from __future__ import annotations
@@ -12,34 +12,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.ports import Dimension, Port, PortInventory
-from harness.topology.conventions import INDEX, STEM, Convention, PortPair, StemPair
+from harness.topology.acceptance import CROSS_ROLES, CacheBinding, check_binding
+from harness.topology.conventions import INDEX, STEM, Convention, Discipline, WordSwap
 from harness.topology.findings import Finding, listed, quoted
 from harness.topology.patterns import PatternTable, StemTable, layer_of, skeleton
-from harness.topology.shapes import StateShapeMatch, dynamic_state_axes, growing_axes, mismatch
+from harness.topology.shapes import StateShapeMatch
 from harness.topology.spec import Role
+from harness.topology.swaps import SwapTable, cache_role, says_attention, tokens, without
 
-__all__ = ["CacheBinding", "CachePorts", "check_binding", "derive_cache", "exclude_bound"]
+__all__ = ["CachePorts", "derive_cache", "exclude_bound"]
 
-CROSS_ROLES = frozenset({Role.CROSS_KV_KEY, Role.CROSS_KV_VALUE})
-
-
-@dataclass(frozen=True, slots=True)
-class CacheBinding:
-    """A past port and the present port that gives its next value.
-
-    Attributes:
-        past: the graph input.
-        present: the graph output; None for cross-attention KV that is only read.
-        role: of both.
-        layer: the layer index in the names, None where they have none.
-        because: the evidence, one line.
-    """
-
-    past: Port
-    present: Port | None
-    role: Role
-    layer: int | None
-    because: str
+_NO_CACHE_WORDS = frozenset({"logits", "token", "tokens", "id", "ids"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +50,49 @@ class _Lonely:
 
 
 @dataclass(frozen=True, slots=True)
-class _Claim:
-    """An input, the names of the outputs that it could be paired with, and as what."""
+class _Reading:
+    """What an input is if it is paired with a certain output."""
 
-    past: Port
-    presents: Mapping[str, tuple[Role, int | None, str]]
+    role: Role
+    layer: int | None
+    discipline: Discipline
+    because: str
+    swap: WordSwap | None = None
+
+
+class _Book:
+    """Bindings while they are made: one present to each past, and one past to each present."""
+
+    def __init__(self, outputs: Mapping[str, Port]) -> None:
+        self._outputs = outputs
+        self.bindings: list[CacheBinding] = []
+        self.findings: list[Finding] = []
+        self.owners: dict[str, str] = {}
+        self.swaps: set[WordSwap] = set()
+
+    def bind(self, past: Port, readings: Mapping[str, _Reading]) -> None:
+        """Bind `past` to the output in `readings`; several of them, or a taken one, are a finding."""
+        names = tuple(readings)
+        present, reading = names[0], readings[names[0]]
+        if len(names) > 1:
+            self.findings.append(
+                _ambiguous(
+                    f"{quoted(past.name)} could be paired with each of {listed(names)}", (past.name, *names)
+                )
+            )
+        if present in self.owners:
+            both = (self.owners[present], past.name)
+            self.findings.append(
+                _ambiguous(f"{listed(both)} could both be fed from {quoted(present)}", (*both, present))
+            )
+        self.owners[present] = past.name
+        if reading.swap is not None:
+            self.swaps.add(reading.swap)
+        self.bindings.append(
+            CacheBinding(
+                past, self._outputs[present], reading.role, reading.layer, reading.because, reading.discipline
+            )
+        )
 
 
 def derive_cache(
@@ -93,118 +114,120 @@ def derive_cache(
     """
     inputs = [port for port in inventory.inputs if port.name not in placed]
     outputs = {port.name: port for port in inventory.outputs if port.name not in placed}
-    pairs = [(pair, convention) for convention in conventions for pair in convention.pairs]
-    stems = [(stem, convention) for convention in conventions for stem in convention.stems]
-
-    paired, lonely_pasts, findings = _bind(_pair_claims(inputs, outputs, pairs), outputs)
-    remaining = exclude_bound(inputs, paired, lonely_pasts)
-    by_stem, lonely_stems, more = _bind(_stem_claims(remaining, outputs, stems), outputs)
-    findings += more
-    bindings = paired + by_stem
-    lonely_pasts += lonely_stems
-    bound = {binding.present.name for binding in bindings if binding.present is not None}
-    lonely_presents = _lonely_presents(outputs, bound, pairs, stems)
-    findings += _lonely_findings(lonely_pasts, lonely_presents, outputs, bound)
-    for binding in bindings:
+    names = _Names(conventions)
+    book = _Book(outputs)
+    _bind_pairs(book, inputs, outputs, names)
+    _bind_stems(book, exclude_bound(inputs, book.bindings), outputs, names)
+    _bind_swaps(book, exclude_bound(inputs, book.bindings), outputs, names)
+    free = [port for port in outputs.values() if port.name not in book.owners]
+    pasts = [names.lonely_past(port, book.swaps) for port in exclude_bound(inputs, book.bindings)]
+    presents = [names.lonely_present(port, book.swaps) for port in free]
+    lonely_pasts = [one for one in pasts if one is not None]
+    lonely_presents = [one for one in presents if one is not None]
+    findings = [
+        *book.findings,
+        *_lonely_findings(
+            lonely_pasts, lonely_presents, [p for p in outputs.values() if p.name not in book.owners]
+        ),
+    ]
+    for binding in book.bindings:
         findings += check_binding(binding, match=match, batch=batch)
     order = {port.name: rank for rank, port in enumerate(inventory.inputs)}
     return CachePorts(
-        bindings=tuple(sorted(bindings, key=lambda binding: order[binding.past.name])),
+        bindings=tuple(sorted(book.bindings, key=lambda binding: order[binding.past.name])),
         findings=tuple(findings),
         unbound=frozenset(one.port.name for one in (*lonely_pasts, *lonely_presents)),
     )
 
 
-def exclude_bound(
-    inputs: Sequence[Port], bindings: Iterable[CacheBinding], lonely: Iterable[_Lonely]
-) -> list[Port]:
-    """The inputs that the suffix rule may look at: none that a full pattern has already claimed.
+def exclude_bound(inputs: Sequence[Port], bindings: Iterable[CacheBinding]) -> list[Port]:
+    """The inputs that a weaker rule may look at: none that a stronger one has already bound.
 
     Without this step every KV port would be a state as well, since its suffix is also behind both
     prefixes, and growing KV would be replaced by zeros of the wrong length.
     """
-    claimed = {binding.past.name for binding in bindings} | {one.port.name for one in lonely}
-    return [port for port in inputs if port.name not in claimed]
+    bound = {binding.past.name for binding in bindings}
+    return [port for port in inputs if port.name not in bound]
 
 
-def _pair_claims(
-    inputs: Iterable[Port], outputs: Mapping[str, Port], pairs: Sequence[tuple[PortPair, Convention]]
-) -> Iterable[_Claim | _Lonely | CacheBinding]:
-    table = PatternTable((pair.past, (pair, convention)) for pair, convention in pairs)
+class _Names:
+    """All patterns of some conventions, ready for matching."""
+
+    def __init__(self, conventions: Sequence[Convention]) -> None:
+        pairs = [(pair, convention) for convention in conventions for pair in convention.pairs]
+        stems = [(stem, convention) for convention in conventions for stem in convention.stems]
+        self.swaps = [(swap, convention) for convention in conventions for swap in convention.swaps]
+        self.pasts = PatternTable((pair.past, (pair, convention)) for pair, convention in pairs)
+        self.presents = PatternTable((pair.present, pair) for pair, _ in pairs)
+        self.past_stems = StemTable((stem.past, (stem, convention)) for stem, convention in stems)
+        self.present_stems = StemTable((stem.present, stem) for stem, _ in stems)
+
+    def lonely_past(self, port: Port, active: Collection[WordSwap]) -> _Lonely | None:
+        """`port` if its name is a past name; `active` are swaps that this graph is known to use."""
+        keys: set[tuple[object, str]] = {(pair, "") for (pair, _), _ in self.pasts.matches(port.name)}
+        keys.update((pair, skeleton(stem)) for (pair, _), stem in self.past_stems.matches(port.name))
+        said = tokens(port.name)
+        keys.update((swap, "") for swap in active if swap.past and without(said, swap.past))
+        return _Lonely(port, frozenset(keys)) if keys else None
+
+    def lonely_present(self, port: Port, active: Collection[WordSwap]) -> _Lonely | None:
+        """`port` if its name is a present name; `active` are swaps that this graph is known to use."""
+        keys: set[tuple[object, str]] = {(pair, "") for pair, _ in self.presents.matches(port.name)}
+        keys.update((pair, skeleton(stem)) for pair, stem in self.present_stems.matches(port.name))
+        said = tokens(port.name)
+        if not _NO_CACHE_WORDS.intersection(said):
+            keys.update((swap, "") for swap in active if swap.present and without(said, swap.present))
+        return _Lonely(port, frozenset(keys)) if keys else None
+
+
+def _bind_pairs(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port], names: _Names) -> None:
     for port in inputs:
-        matches = table.matches(port.name)
-        if not matches:
-            continue
-        presents = {}
+        readings: dict[str, _Reading] = {}
+        matches = names.pasts.matches(port.name)
         for (pair, convention), index in matches:
             present = pair.present.replace(INDEX, index)
-            because = f"named {quoted(pair.past)}, its present {quoted(pair.present)} ({convention.name})"
-            presents[present] = (pair.role, int(index) if 0 < len(index) < 10 else None, because)
-        existing = {name: what for name, what in presents.items() if name in outputs}
-        role, layer, _ = next(iter(presents.values()))
-        (pair, convention), _ = matches[0]
-        if existing:
-            yield _Claim(port, existing)
-        elif role in CROSS_ROLES:
+            if present in outputs:
+                layer = int(index) if 0 < len(index) < 10 else None
+                because = f"named {quoted(pair.past)}, its present {quoted(pair.present)} ({convention.name})"
+                readings.setdefault(present, _Reading(pair.role, layer, pair.discipline, because))
+        if readings:
+            book.bind(port, readings)
+        elif matches and matches[0][0][0].role in CROSS_ROLES:
+            (pair, convention), index = matches[0]
             because = (
                 f"named {quoted(pair.past)} ({convention.name}); no output gives it back: it is only read"
             )
-            yield CacheBinding(port, None, role, layer, because)
-        else:
-            yield _Lonely(port, frozenset((pair, "") for (pair, _), _ in matches))
+            layer = int(index) if 0 < len(index) < 10 else None
+            book.bindings.append(CacheBinding(port, None, pair.role, layer, because))
 
 
-def _stem_claims(
-    inputs: Iterable[Port], outputs: Mapping[str, Port], stems: Sequence[tuple[StemPair, Convention]]
-) -> Iterable[_Claim | _Lonely | CacheBinding]:
-    table = StemTable((stem.past, (stem, convention)) for stem, convention in stems)
+def _bind_stems(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port], names: _Names) -> None:
     for port in inputs:
-        matches = table.matches(port.name)
-        if not matches:
-            continue
-        presents = {}
-        for (pair, convention), stem in matches:
+        readings: dict[str, _Reading] = {}
+        for (pair, convention), stem in names.past_stems.matches(port.name):
             present = pair.present.replace(STEM, stem)
-            because = f"named {quoted(pair.past)}, its present {quoted(pair.present)} ({convention.name})"
-            presents[present] = (Role.STATE, layer_of(stem), because)
-        existing = {name: what for name, what in presents.items() if name in outputs}
-        if existing:
-            yield _Claim(port, existing)
-        else:
-            yield _Lonely(port, frozenset((pair, skeleton(stem)) for (pair, _), stem in matches))
+            if present in outputs:
+                because = f"named {quoted(pair.past)}, its present {quoted(pair.present)} ({convention.name})"
+                # Named like keys or values, yet under no pattern for them: only growth would tell.
+                discipline = Discipline.GROWING if says_attention(port.name, stem) else Discipline.ANY
+                readings.setdefault(present, _Reading(Role.STATE, layer_of(stem), discipline, because))
+        if readings:
+            book.bind(port, readings)
 
 
-def _bind(
-    claims: Iterable[_Claim | _Lonely | CacheBinding], outputs: Mapping[str, Port]
-) -> tuple[list[CacheBinding], list[_Lonely], list[Finding]]:
-    """Turn claims into bindings: one present to each past, and one past to each present."""
-    bindings: list[CacheBinding] = []
-    lonely: list[_Lonely] = []
-    findings: list[Finding] = []
-    owners: dict[str, str] = {}
-    for claim in claims:
-        if isinstance(claim, CacheBinding):
-            bindings.append(claim)
-        elif isinstance(claim, _Lonely):
-            lonely.append(claim)
-        else:
-            present, (role, layer, because) = next(iter(claim.presents.items()))
-            names = tuple(claim.presents)
-            if len(names) > 1:
-                findings.append(
-                    _ambiguous(
-                        f"{quoted(claim.past.name)} could be paired with each of {listed(names)}",
-                        (claim.past.name, *names),
-                    )
-                )
-            if present in owners:
-                both = (owners[present], claim.past.name)
-                findings.append(
-                    _ambiguous(f"{listed(both)} could both be fed from {quoted(present)}", (*both, present))
-                )
-            owners[present] = claim.past.name
-            bindings.append(CacheBinding(claim.past, outputs[present], role, layer, because))
-    return bindings, lonely, findings
+def _bind_swaps(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port], names: _Names) -> None:
+    if not names.swaps:
+        return
+    table = SwapTable(names.swaps, (name for name in outputs if name not in book.owners))
+    for port in inputs:
+        readings = {}
+        for present, (swap, convention, rest) in table.candidates(port.name).items():
+            role = cache_role(rest)
+            because = f"named like its present {quoted(present)} but for one word ({convention.name})"
+            discipline = Discipline.ANY if role is Role.STATE else Discipline.GROWING
+            readings[present] = _Reading(role, layer_of(port.name), discipline, because, swap)
+        if readings:
+            book.bind(port, readings)
 
 
 def _ambiguous(what: str, ports: tuple[str, ...]) -> Finding:
@@ -215,31 +238,10 @@ def _ambiguous(what: str, ports: tuple[str, ...]) -> Finding:
     )
 
 
-def _lonely_presents(
-    outputs: Mapping[str, Port],
-    bound: Collection[str],
-    pairs: Sequence[tuple[PortPair, Convention]],
-    stems: Sequence[tuple[StemPair, Convention]],
-) -> list[_Lonely]:
-    pair_table = PatternTable((pair.present, pair) for pair, _ in pairs)
-    stem_table = StemTable((stem.present, stem) for stem, _ in stems)
-    found = []
-    for port in outputs.values():
-        if port.name in bound:
-            continue
-        keys: set[tuple[object, str]] = {(pair, "") for pair, _ in pair_table.matches(port.name)}
-        if not keys:
-            keys.update((pair, skeleton(stem)) for pair, stem in stem_table.matches(port.name))
-        if keys:
-            found.append(_Lonely(port, frozenset(keys)))
-    return found
-
-
 def _lonely_findings(
     pasts: Sequence[_Lonely],
     presents: Sequence[_Lonely],
-    outputs: Mapping[str, Port],
-    bound: Collection[str],
+    unbound: Sequence[Port],
 ) -> list[Finding]:
     """Say what is wrong with cache ports that have no partner: their index, or that there is none."""
     past_keys = frozenset(key for one in pasts for key in one.keys)
@@ -259,7 +261,7 @@ def _lonely_findings(
         )
     alone = [one.port for one in pasts if not one.keys & present_keys]
     if alone:
-        findings.append(_alone_finding(alone, presents, outputs, bound))
+        findings.append(_alone_finding(alone, presents, unbound))
     orphans = [one.port.name for one in presents if not one.keys & past_keys]
     if orphans:
         findings.append(
@@ -273,12 +275,10 @@ def _lonely_findings(
     return findings
 
 
-def _alone_finding(
-    alone: Sequence[Port], presents: Sequence[_Lonely], outputs: Mapping[str, Port], bound: Collection[str]
-) -> Finding:
+def _alone_finding(alone: Sequence[Port], presents: Sequence[_Lonely], unbound: Sequence[Port]) -> Finding:
     names = tuple(port.name for port in alone)
     known = {one.port.name for one in presents}
-    free = [port for port in outputs.values() if port.name not in bound and port.name not in known]
+    free = [port for port in unbound if port.name not in known]
     signatures = {(port.dtype, len(port.shape)) for port in alone if port.shape is not None}
     candidates = [port.name for port in free if port.shape and (port.dtype, len(port.shape)) in signatures]
     if candidates:
@@ -295,58 +295,3 @@ def _alone_finding(
         "outputs under model.io.kv_outputs or model.io.state_pairs.",
         names,
     )
-
-
-def check_binding(binding: CacheBinding, *, match: StateShapeMatch, batch: Dimension) -> list[Finding]:
-    """Check that a pair can be fed back: dtype, rank and extents agree, and it can be initialised."""
-    past, present = binding.past, binding.present
-    findings = []
-    if binding.role is Role.STATE:
-        findings += _check_initial_state(past, batch)
-    if present is None:
-        return findings
-    names = (past.name, present.name)
-    if past.dtype is not None and present.dtype is not None and past.dtype != present.dtype:
-        findings.append(
-            Finding(
-                "E_DTYPE_MISMATCH",
-                f"{quoted(past.name)} takes {past.dtype} and {quoted(present.name)} gives {present.dtype}: a "
-                "cache keeps its dtype from step to step. Export both ports with one dtype.",
-                names,
-            )
-        )
-    problem = mismatch(past.shape, present.shape)
-    if problem is None and binding.role is Role.STATE and not match.accepts(past.shape, present.shape):
-        problem = f"shapes not spelled alike, as --match {match.value} asks"
-    if problem is None and binding.role not in CROSS_ROLES | {Role.STATE}:
-        axes = growing_axes(past.shape, present.shape)
-        if len(axes) > 1:
-            problem = f"axes {', '.join(map(str, axes))} all differ, and a cache grows along one"
-    if problem is not None:
-        findings.append(
-            Finding(
-                "E_SHAPE_MISMATCH",
-                f"{quoted(past.name)} and {quoted(present.name)}: {problem}. Both are one cache; if the "
-                "declared shapes are wrong, correct them in the graph.",
-                names,
-            )
-        )
-    return findings
-
-
-def _check_initial_state(past: Port, batch: Dimension) -> list[Finding]:
-    if past.shape is None:
-        what = "the graph does not say its shape"
-    else:
-        axes = dynamic_state_axes(past, batch)
-        if not axes:
-            return []
-        what = f"axis {', '.join(map(str, axes))} of {list(past.shape)} is symbolic and not the batch"
-    return [
-        Finding(
-            "E_STATE_DYNAMIC_DIM",
-            f"State {quoted(past.name)} starts as zeros, and {what}. Export it with concrete extents, or "
-            "declare what the port is under model.io.",
-            (past.name,),
-        )
-    ]

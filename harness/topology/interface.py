@@ -14,7 +14,15 @@ from harness.ports import Dimension, Port
 from harness.topology.findings import Finding, listed, quoted
 from harness.topology.spec import Role
 
-__all__ = ["NamedPort", "is_integer", "place_inputs_by_name", "place_logits", "place_token_by_shape", "words"]
+__all__ = [
+    "NamedPort",
+    "PAGED_NAMES",
+    "is_integer",
+    "place_inputs_by_name",
+    "place_logits",
+    "place_token_by_shape",
+    "words",
+]
 
 _WORD = re.compile("[a-z]+")
 _FLOATS = frozenset({"float16", "float32", "float64", "bfloat16"})
@@ -24,7 +32,21 @@ _KINDS: Mapping[str, frozenset[str]] = {
     "float": _FLOATS,
     "flag": _INTEGERS | {"bool"},
     "mask": _INTEGERS | _FLOATS | {"bool"},
+    "any": _INTEGERS | _FLOATS | {"bool"},
 }
+PAGED_NAMES = frozenset(
+    {
+        "attention_metadata",
+        "block_table",
+        "block_tables",
+        "cu_seqlens",
+        "cumulative_sequence_length",
+        "cumulative_sequence_lengths",
+        "past_sequence_lengths",
+        "slot_mapping",
+    }
+)
+"""Inputs that only a paged cache, shared by many sequences, has (onnxruntime-genai, vLLM)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +70,7 @@ class _NameRule:
         words: word sets one of which a name must contain to say it, ...
         beside: ... together with no words but these.
         single: a decoder has one such port; two of them contradict each other.
+        because: the evidence.
     """
 
     role: Role
@@ -57,6 +80,7 @@ class _NameRule:
     words: tuple[frozenset[str], ...] = ()
     beside: frozenset[str] = frozenset()
     single: bool = True
+    because: str = "its name says so, and its dtype agrees"
 
 
 def _names(text: str) -> frozenset[str]:
@@ -108,9 +132,44 @@ _RULES = (
         range(1, 5),
         _names("encoder_attention_mask encoder_mask encoder_padding_mask cross_attention_mask"),
     ),
+    _NameRule(
+        Role.CONTROL,
+        "flag",
+        range(3),
+        _names(
+            "use_cache_branch use_cache past_key_values_length past_sequence_length past_seq_len past_length "
+            "past_len cache_length cache_lengths kv_length total_sequence_length total_seq_len "
+            "total_sequence_len current_sequence_length seqlens_k cache_position cache_positions "
+            "num_logits_to_keep logits_to_keep beam_idx"
+        ),
+        single=False,
+        because="a control port by name",
+    ),
+    _NameRule(
+        Role.OPTIONAL,
+        "any",
+        range(5),
+        _names("token_type_ids deepstack_embeds"),
+        single=False,
+        because="by name an input whose default is zeros",
+    ),
+    _NameRule(
+        Role.AUXILIARY,
+        "any",
+        range(5),
+        _names("per_layer_inputs"),
+        single=False,
+        because="by name the product of a second embedding graph",
+    ),
+    _NameRule(
+        Role.CONTROL,
+        "flag",
+        range(3),
+        PAGED_NAMES,
+        single=False,
+        because="by name the bookkeeping of a paged cache",
+    ),
 )
-
-_LENGTHS = range(3)
 
 
 def words(name: str) -> frozenset[str]:
@@ -139,7 +198,7 @@ def place_inputs_by_name(inputs: Iterable[Port], *, filled: Collection[Role]) ->
         chosen = exact or [port for port in fitting if _says(port.name, rule)]
         if rule.single and len(chosen) != 1:
             continue
-        placed += [NamedPort(port, rule.role, "its name says so, and its dtype agrees") for port in chosen]
+        placed += [NamedPort(port, rule.role, rule.because) for port in chosen]
     return placed
 
 

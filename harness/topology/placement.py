@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from harness.ports import Port, PortInventory
-from harness.topology.derive import CacheBinding
+from harness.topology.acceptance import CROSS_ROLES, SELF_KV_ROLES, CacheBinding
 from harness.topology.findings import Finding, quoted
 from harness.topology.spec import PortRole, Role, StatePair, Topology
 
-__all__ = ["CROSS_ROLES", "Direction", "KV_ROLES", "Placement"]
+__all__ = ["Direction", "Placement"]
 
 Direction = Literal["input", "output"]
-
-KV_ROLES = frozenset({Role.KV_KEY, Role.KV_VALUE, Role.KV_FUSED, Role.KV_SCALE})
-CROSS_ROLES = frozenset({Role.CROSS_KV_KEY, Role.CROSS_KV_VALUE})
 
 
 class Placement:
@@ -26,6 +23,7 @@ class Placement:
         inputs: role by input name, of those that are placed.
         outputs: role by output name, of those that are placed.
         findings: what speaks against a topology so far.
+        static_cache: the fields of a static cache, None where there is none.
     """
 
     def __init__(self, inventory: PortInventory) -> None:
@@ -33,6 +31,7 @@ class Placement:
         self.inputs: dict[str, PortRole] = {}
         self.outputs: dict[str, PortRole] = {}
         self.findings: list[Finding] = []
+        self.static_cache: Mapping[str, str | Sequence[str]] | None = None
         self._ports = {
             "input": {port.name: port for port in inventory.inputs},
             "output": {port.name: port for port in inventory.outputs},
@@ -96,11 +95,18 @@ class Placement:
         """Outputs without a role, in graph order."""
         return [port for port in self.inventory.outputs if port.name not in self.outputs]
 
-    def topology(self, static_cache: Mapping[str, object] | None = None) -> Topology:
-        """What the roles add up to. Lists are in the order of the graph's inputs."""
+    def topology(self) -> Topology:
+        """What the roles add up to. Lists are in the order of the graph's inputs.
+
+        Buffers of a static cache do not grow, so they stand in `static_cache` and not in `kv_inputs`.
+        """
+        static_cache = self.static_cache
         inputs = [self.inputs[port.name] for port in self.inventory.inputs if port.name in self.inputs]
         outputs = [self.outputs[port.name] for port in self.inventory.outputs if port.name in self.outputs]
-        kv = [port for port in inputs if port.role in KV_ROLES]
+        scattered = {
+            name for field in (static_cache or {}).values() if not isinstance(field, str) for name in field
+        }
+        kv = [port for port in inputs if port.role in SELF_KV_ROLES and port.name not in scattered]
         cross = [port for port in inputs if port.role in CROSS_ROLES]
         return Topology(
             token_input=_first(self.inputs, Role.TOKEN),

@@ -7,21 +7,25 @@ from typing import Any, Literal
 
 from harness.package import Package
 from harness.ports import Dimension, Port, PortInventory
-from harness.topology.conventions import CONVENTIONS, Convention
+from harness.topology.acceptance import CROSS_ROLES, SELF_KV_ROLES
+from harness.topology.conventions import Convention
 from harness.topology.declared import place_configured, place_declared
 from harness.topology.derive import derive_cache
+from harness.topology.exporters import CONVENTIONS
 from harness.topology.findings import Finding, listed, quoted, refusal_from
 from harness.topology.interface import (
+    PAGED_NAMES,
     NamedPort,
     is_integer,
     place_inputs_by_name,
     place_logits,
     place_token_by_shape,
 )
-from harness.topology.placement import CROSS_ROLES, KV_ROLES, Placement
+from harness.topology.placement import Placement
 from harness.topology.shapes import StateShapeMatch
 from harness.topology.sidecar import DeclaredIo, GenaiNames, declared_io_of, genai_names, read_io_block
 from harness.topology.spec import Derivation, Outcome, Refusal, Role
+from harness.topology.static_cache import place_static_cache
 
 __all__ = ["resolve", "resolve_package"]
 
@@ -92,7 +96,7 @@ def resolve(
     if placement.findings:
         return Derivation(Outcome.REFUSED, refusal=refusal_from(placement.findings))
     outcome = Outcome.DECLARED if is_declared else Outcome.DERIVED
-    return Derivation(outcome, topology=placement.topology(io.static_cache))
+    return Derivation(outcome, topology=placement.topology())
 
 
 def _place(
@@ -109,6 +113,7 @@ def _place(
     filled = {port.role for port in placement.inputs.values()}
     for named in place_inputs_by_name(placement.open_inputs(), filled=filled):
         placement.place(named.port.name, "input", named.role, named.because)
+    _refuse_paging(placement)
     _place_caches(placement, io, conventions, match)
     _place_token(placement, declared=frozenset(io.single))
     _place_logits(placement)
@@ -133,14 +138,28 @@ def _place_caches(
         if _is_declared_elsewhere(binding.role, io):
             placement.findings.append(_left_out(binding.past.name, binding.role))
         placement.place_binding(binding)
+    place_static_cache(placement, caches.bindings)
     if not caches.unbound and not any(
-        port.pair or port.role in KV_ROLES for port in placement.inputs.values()
+        port.pair or port.role in SELF_KV_ROLES for port in placement.inputs.values()
     ):
         placement.findings.append(
             Finding(
                 "E_NO_CACHE",
                 "No input is a cache that an output gives back: each step would have to compute everything "
                 "anew. Export the graph with past inputs, or declare model.io.kv_inputs.",
+            )
+        )
+
+
+def _refuse_paging(placement: Placement) -> None:
+    paging = tuple(port.name for port in placement.inventory.inputs if port.name in PAGED_NAMES)
+    if paging:
+        placement.findings.append(
+            Finding(
+                "E_UNSUPPORTED_LAYOUT_PAGED",
+                f"{listed(paging)} address a pool of blocks that many sequences share. Export the graph "
+                "without paged attention.",
+                paging,
             )
         )
 
@@ -153,7 +172,7 @@ def _batch_symbol(placement: Placement) -> Dimension:
 
 def _is_declared_elsewhere(role: Role, io: DeclaredIo) -> bool:
     """True if the `io` block lists the ports of this role, so that it is complete without this one."""
-    if role in KV_ROLES:
+    if role in SELF_KV_ROLES:
         return io.kv_inputs is not None
     if role in CROSS_ROLES:
         return io.cross_kv_inputs is not None

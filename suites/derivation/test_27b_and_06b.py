@@ -12,8 +12,8 @@ import pytest
 from fixtures.layouts import WHISPER_GENAI_CONFIG, dense_06b, hybrid_27b, whisper_cross_kv
 from harness.ports import PortInventory
 from harness.topology import derive
-from harness.topology.conventions import CONVENTIONS
 from harness.topology.derive import derive_cache
+from harness.topology.exporters import CONVENTIONS
 from harness.topology.resolve import resolve
 from harness.topology.shapes import StateShapeMatch
 from harness.topology.spec import Derivation, Outcome, Role
@@ -154,7 +154,7 @@ def test_without_the_kv_exclusion_every_kv_port_becomes_a_state(monkeypatch: pyt
     inventory = dense_06b()
     caches = derive_cache(inventory, CONVENTIONS, match=StateShapeMatch.SYMBOLIC)
     assert [binding for binding in caches.bindings if binding.role is Role.STATE] == []
-    monkeypatch.setattr(derive, "exclude_bound", lambda inputs, bindings, lonely: inputs)
+    monkeypatch.setattr(derive, "exclude_bound", lambda inputs, bindings: inputs)
     caches = derive_cache(inventory, CONVENTIONS, match=StateShapeMatch.SYMBOLIC)
     assert sum(binding.role is Role.STATE for binding in caches.bindings) == 56
     assert resolve(inventory).outcome is Outcome.REFUSED

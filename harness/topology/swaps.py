@@ -1,0 +1,104 @@
+"""Pairing of names that differ in one word only, and what the other words say about the cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from harness.topology.conventions import Convention, WordSwap
+from harness.topology.spec import Role
+
+__all__ = ["SwapTable", "cache_role", "says_attention", "tokens", "without"]
+
+_TOKEN = re.compile("[a-z]+|[0-9]+")
+_KEY = frozenset({"key", "keys", "k", "kcache"})
+_VALUE = frozenset({"value", "values", "v", "vcache"})
+_BOTH = frozenset({"kv", "kvcache"})
+_SCALE = frozenset({"scale", "scales"})
+_CROSS = frozenset({"cross", "encoder", "enc"})
+_STATE = frozenset(
+    {
+        "cell",
+        "conv",
+        "delta",
+        "gru",
+        "hidden",
+        "lstm",
+        "mamba",
+        "recurrent",
+        "rnn",
+        "shift",
+        "ssm",
+        "state",
+        "states",
+        "wkv",
+    }
+)
+
+_Tokens = tuple[str, ...]
+
+
+def tokens(name: str) -> _Tokens:
+    """Words and numbers of a name, in order, lower case."""
+    return tuple(_TOKEN.findall(name.lower()))
+
+
+def says_attention(name: str, stem: str) -> bool:
+    """True if `stem`, the part of a port name that a convention leaves open, speaks of keys or values.
+
+    A word for a state anywhere in `name` takes that back: a convolution state may belong to the keys.
+    """
+    return bool(set(tokens(stem)) & (_KEY | _VALUE | _BOTH)) and not set(tokens(name)) & _STATE
+
+
+def cache_role(words: Sequence[str]) -> Role:
+    """What a cache is whose name has these words: keys, values or both of an attention, or a state."""
+    open_words = list(words)
+    if open_words[:2] == ["key", "values"] and len(open_words) > 2:
+        open_words = open_words[2:]  # `past_key_values`, the name of the whole, says nothing of the part
+    said = set(open_words)
+    key, value = bool(said & _KEY), bool(said & _VALUE)
+    if said & _STATE or not (key or value or said & _BOTH):
+        return Role.STATE
+    if said & _SCALE:
+        return Role.KV_SCALE
+    if said & _CROSS:
+        return Role.CROSS_KV_VALUE if value and not key else Role.CROSS_KV_KEY
+    if key == value:
+        return Role.KV_FUSED
+    return Role.KV_KEY if key else Role.KV_VALUE
+
+
+class SwapTable:
+    """Outputs by what is left of their names without the present word of each swap."""
+
+    def __init__(self, swaps: Iterable[tuple[WordSwap, Convention]], outputs: Iterable[str]) -> None:
+        self._swaps = tuple(swaps)
+        present_words = {swap.present for swap, _ in self._swaps}
+        self._by_rest: dict[tuple[str, _Tokens], list[str]] = {}
+        for name in outputs:
+            said = tokens(name)
+            for word in present_words & {"", *said}:
+                rest = without(said, word)
+                if rest:
+                    self._by_rest.setdefault((word, rest), []).append(name)
+
+    def candidates(self, name: str) -> Mapping[str, tuple[WordSwap, Convention, _Tokens]]:
+        """Outputs that `name` could be the past of, each with the swap and the words in common."""
+        said = tokens(name)
+        found: dict[str, tuple[WordSwap, Convention, _Tokens]] = {}
+        for swap, convention in self._swaps:
+            rest = without(said, swap.past)
+            for present in self._by_rest.get((swap.present, rest), ()) if rest else ():
+                found.setdefault(present, (swap, convention, rest))
+        return found
+
+
+def without(said: _Tokens, word: str) -> _Tokens:
+    """`said` without `word`; unchanged for the empty word, empty where `word` does not occur just once."""
+    if not word:
+        return said
+    if said.count(word) != 1:
+        return ()
+    at = said.index(word)
+    return said[:at] + said[at + 1 :]
