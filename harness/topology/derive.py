@@ -18,7 +18,7 @@ from harness.topology.findings import Finding, listed, quoted
 from harness.topology.patterns import PatternTable, StemTable, layer_of, skeleton
 from harness.topology.shapes import StateShapeMatch
 from harness.topology.spec import Role
-from harness.topology.swaps import SwapTable, cache_role, says_attention, tokens, without
+from harness.topology.swaps import SwapTable, cache_role, says_activation, says_attention, tokens, without
 
 __all__ = ["CachePorts", "derive_cache", "exclude_bound"]
 
@@ -224,7 +224,8 @@ def _bind_swaps(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port]
         for present, (swap, convention, rest) in table.candidates(port.name).items():
             role = cache_role(rest)
             because = f"named like its present {quoted(present)} but for one word ({convention.name})"
-            discipline = Discipline.ANY if role is Role.STATE else Discipline.GROWING
+            sure = role is Role.STATE and not says_activation(port.name)
+            discipline = Discipline.ANY if sure else Discipline.GROWING
             readings[present] = _Reading(role, layer_of(port.name), discipline, because, swap)
         if readings:
             book.bind(port, readings)

@@ -78,11 +78,12 @@ CONVENTIONS: tuple[Convention, ...] = (
     ),
     Convention(
         name="underscored",
-        source="graphs whose tool replaced the dots of the dotted naming",
+        source="graphs whose tool replaced the dots of the dotted naming; torch.onnx of a DynamicCache",
         pairs=(
             *_pairs("past_key_values_%d_{}", "present_key_values_%d_{}", UNDERSCORED),
             *_pairs("past_key_values_%d_{}", "present_%d_{}", UNDERSCORED),
             *_pairs("past_%d_{}", "present_%d_{}", UNDERSCORED),
+            *_pairs("past_key_values_{}_cache_%d", "present_key_values_{}_cache_%d", SELF_KV),
         ),
         stems=(
             StemPair("past_key_values_*", "present_key_values_*"),

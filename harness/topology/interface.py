@@ -34,6 +34,7 @@ _KINDS: Mapping[str, frozenset[str]] = {
     "mask": _INTEGERS | _FLOATS | {"bool"},
     "any": _INTEGERS | _FLOATS | {"bool"},
 }
+_HIDDEN_WORDS = frozenset({"embedding", "embeddings", "embeds", "encoder", "features", "hidden", "pooled"})
 PAGED_NAMES = frozenset(
     {
         "attention_metadata",
@@ -237,8 +238,8 @@ def place_logits(outputs: Sequence[Port], *, widths: Collection[Dimension]) -> N
     """Find the logits among the outputs that are no caches.
 
     The output named `logits`; or the only one with that word in its name; or the only float output of
-    rank 2 or 3, unless its width is one of `widths`, the widths of states and embeddings: then it is a
-    hidden state.
+    rank 2 or 3, unless it is a hidden state: by its name, or because its width is one of `widths`, the
+    widths of states and embeddings.
     """
     fitting = [
         port
@@ -255,17 +256,20 @@ def place_logits(outputs: Sequence[Port], *, widths: Collection[Dimension]) -> N
         if len(chosen) == 1:
             return NamedPort(chosen[0], Role.LOGITS, because)
     shaped = [port for port in fitting if port.shape is not None and port.dtype is not None]
-    wide = [
-        port for port in shaped if port.shape and isinstance(port.shape[-1], int) and port.shape[-1] in widths
-    ]
+    hidden = [port for port in shaped if _is_hidden(port, widths)]
     names = tuple(port.name for port in shaped)
-    if len(shaped) == 1 and len(fitting) == 1 and not wide:
+    if len(shaped) == 1 and len(fitting) == 1 and not hidden:
         return NamedPort(shaped[0], Role.LOGITS, "the only float output of rank 2 or 3 that is no cache")
-    if len(shaped) == 1 and wide:
-        what = f"output {quoted(names[0])} is as wide as a state or the embeddings: a hidden state"
+    if len(shaped) == 1 and hidden:
+        what = f"output {quoted(names[0])} is a hidden state, by name or by a width that a state has as well"
     elif fitting:
         names = tuple(port.name for port in fitting)
         what = f"outputs {listed(names)} could all be meant"
     else:
         what = "no float output of rank 2 or 3 is left"
     return Finding("E_NO_LOGITS_OUTPUT", f"No logits: {what}. Declare model.io.logits_output.", names)
+
+
+def _is_hidden(port: Port, widths: Collection[Dimension]) -> bool:
+    width = port.shape[-1] if port.shape else None
+    return bool(words(port.name) & _HIDDEN_WORDS) or (isinstance(width, int) and width in widths)

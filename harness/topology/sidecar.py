@@ -75,7 +75,7 @@ def declared_io_of(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | No
 
 
 def read_io_block(block: Mapping[str, Any]) -> DeclaredIo:
-    """Read an `io` block. Fields that are absent or null declare nothing; unknown fields are left alone.
+    """Read an `io` block. Fields that are absent, null or empty declare nothing; unknown ones are left alone.
 
     Raises:
         InputError: a field has the wrong type, or names the same port twice.
@@ -85,14 +85,16 @@ def read_io_block(block: Mapping[str, Any]) -> DeclaredIo:
         for key, role in _SINGLE_FIELDS.items()
         if block.get(key) is not None
     }
-    lists = {key: _strings(block[key], f"io.{key}") for key in _LIST_FIELDS if block.get(key) is not None}
+    lists = {
+        key: _strings(block[key], f"io.{key}") for key in _LIST_FIELDS if block.get(key) not in (None, [])
+    }
     pairs = block.get("state_pairs")
     static = block.get("static_cache")
     return DeclaredIo(
         single=single,
         kv_inputs=lists.get("kv_inputs"),
         kv_outputs=lists.get("kv_outputs"),
-        state_pairs=None if pairs is None else _state_pairs(pairs),
+        state_pairs=None if pairs in (None, []) else _state_pairs(pairs),
         cross_kv_inputs=lists.get("cross_kv_inputs"),
         cross_kv_outputs=lists.get("cross_kv_outputs"),
         optional_inputs=lists.get("optional_inputs", ()),

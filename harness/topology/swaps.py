@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from harness.topology.conventions import Convention, WordSwap
 from harness.topology.spec import Role
 
-__all__ = ["SwapTable", "cache_role", "says_attention", "tokens", "without"]
+__all__ = ["SwapTable", "cache_role", "says_activation", "says_attention", "tokens", "without"]
 
 _TOKEN = re.compile("[a-z]+|[0-9]+")
 _KEY = frozenset({"key", "keys", "k", "kcache"})
@@ -34,6 +34,7 @@ _STATE = frozenset(
         "wkv",
     }
 )
+_ACTIVATION = frozenset({"embedding", "embeddings", "embeds", "features", "hidden", "states"})
 
 _Tokens = tuple[str, ...]
 
@@ -49,6 +50,12 @@ def says_attention(name: str, stem: str) -> bool:
     A word for a state anywhere in `name` takes that back: a convolution state may belong to the keys.
     """
     return bool(set(tokens(stem)) & (_KEY | _VALUE | _BOTH)) and not set(tokens(name)) & _STATE
+
+
+def says_activation(name: str) -> bool:
+    """True if a name speaks of activations, which a graph may hand on without keeping a state."""
+    said = set(tokens(name))
+    return bool(said & _ACTIVATION) and not said & (_STATE - _ACTIVATION)
 
 
 def cache_role(words: Sequence[str]) -> Role:

@@ -1,0 +1,174 @@
+"""Ports that are no caches: by name, and where names fail by dtype and shape, or refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.ports import Port, PortInventory
+from harness.topology.resolve import resolve
+from harness.topology.spec import Derivation, Refusal, Role, Topology
+
+KV_IN = Port("past_key_values.0.key", "float16", ("batch", 2, "past", 16))
+KV_OUT = Port("present.0.key", "float16", ("batch", 2, "total", 16))
+TOKENS = Port("input_ids", "int64", ("batch", "sequence"))
+LOGITS = Port("logits", "float32", ("batch", "sequence", 1000))
+
+
+def derivation(inputs: list[Port], outputs: list[Port]) -> Derivation:
+    """What comes of these ports beside one cache."""
+    return resolve(PortInventory((*inputs, KV_IN), (*outputs, KV_OUT)))
+
+
+def topology(inputs: list[Port], outputs: list[Port]) -> Topology:
+    """The topology of these ports beside one cache."""
+    found = derivation(inputs, outputs)
+    assert found.topology is not None, found.refusal
+    return found.topology
+
+
+def refusal(inputs: list[Port], outputs: list[Port]) -> Refusal:
+    """The refusal of these ports beside one cache."""
+    found = derivation(inputs, outputs)
+    assert found.refusal is not None, found.topology
+    return found.refusal
+
+
+@pytest.mark.parametrize("name", ["input_ids", "decoder_input_ids", "tokens", "prev_token", "in", "targets"])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_the_token_input_is_found_by_name_or_as_the_only_integer_matrix(name: str, dtype: str) -> None:
+    """Exporters call it many things; batch by sequence of integers that is nothing else is the tokens."""
+    assert topology([Port(name, dtype, ("b", "s"))], [LOGITS]).token_input == name
+
+
+def test_two_integer_matrices_without_telling_names_are_ambiguous() -> None:
+    """Neither is more of a token input than the other; both are named, and the key to declare."""
+    found = refusal([Port(name, "int64", ("b", "s")) for name in ("left", "right")], [LOGITS])
+    assert found.code == "E_AMBIGUOUS_TOKEN_INPUT"
+    assert found.ports == ("left", "right")
+    assert "model.io.token_input" in found.message
+
+
+def test_tokens_and_embeddings_together_are_ambiguous() -> None:
+    """Either may drive the decoder: some graphs of this sort take tokens, others embeddings."""
+    embeds = Port("inputs_embeds", "float32", ("b", "s", 64))
+    found = refusal([TOKENS, embeds], [LOGITS])
+    assert found.code == "E_AMBIGUOUS_TOKEN_INPUT"
+    assert set(found.ports) == {"input_ids", "inputs_embeds"}
+
+
+def test_embeddings_alone_drive_the_decoder() -> None:
+    """A decoder without its embedding table takes embeddings, and has no token input."""
+    found = topology([Port("inputs_embeds", "float32", ("b", "s", 64))], [LOGITS])
+    assert (found.token_input, found.inputs_embeds_input) == (None, "inputs_embeds")
+
+
+@pytest.mark.parametrize("shape", [("b",), ("b", 17, "s"), ()])
+def test_an_integer_of_another_rank_is_no_token_input_by_shape(shape: tuple[str | int, ...]) -> None:
+    """A length or a frame of codes is not taken for tokens; the refusal names it."""
+    found = refusal([Port("frame", "int64", shape)], [LOGITS])
+    assert found.code == "E_NO_TOKEN_INPUT"
+    assert "frame" in found.ports
+
+
+@pytest.mark.parametrize("name", ["logits_Q4", "draft_logits", "out", "target_scores", "log_probs"])
+def test_logits_go_by_other_names(name: str) -> None:
+    """By the word in the name, or as the only float output of rank 3 that is no cache."""
+    assert topology([TOKENS], [Port(name, "float32", ("b", "s", 1000))]).logits_output == name
+
+
+def test_a_hidden_state_beside_the_logits_is_auxiliary() -> None:
+    """The first rank-3 output is not the logits for being first."""
+    hidden = Port("hidden_states", "float32", ("b", "s", 2048))
+    found = topology([TOKENS], [hidden, Port("logits_Q4", "float32", ("b", "s", 1000))])
+    assert found.logits_output == "logits_Q4"
+    assert {port.name: port.role for port in found.roles}["hidden_states"] is Role.AUXILIARY
+
+
+@pytest.mark.parametrize("name", ["last_hidden_state", "encoder_out", "sentence_embedding"])
+def test_a_hidden_state_alone_is_no_logits(name: str) -> None:
+    """A feature extractor with a cache has no logits, although its only float output is of rank 3."""
+    found = refusal([TOKENS], [Port(name, "float32", ("b", "s", 1000))])
+    assert found.code == "E_NO_LOGITS_OUTPUT"
+    assert found.ports == (name,)
+
+
+def test_an_output_as_wide_as_the_embeddings_is_no_logits() -> None:
+    """A draft's hidden output has the width of its embeddings: argmax over it gives IDs that look valid."""
+    embeds = Port("inputs_embeds", "float32", ("b", "s", 64))
+    found = refusal([embeds], [Port("draft", "float32", ("b", "s", 64))])
+    assert found.code == "E_NO_LOGITS_OUTPUT"
+    assert found.ports == ("draft",)
+
+
+def test_an_output_as_wide_as_a_state_is_no_logits() -> None:
+    """The prediction network of a transducer gives its hidden width, and a joint network the logits."""
+    state = (Port("state_h", "float32", (2, "b", 640)), Port("state_h_out", "float32", (2, "b", 640)))
+    found = refusal([TOKENS, state[0]], [Port("decoder_output", "float32", ("b", "s", 640)), state[1]])
+    assert found.code == "E_NO_LOGITS_OUTPUT"
+    assert "decoder_output" in found.ports
+
+
+def test_two_candidates_for_the_logits_are_refused() -> None:
+    """Nothing says which of two unnamed float outputs holds the scores."""
+    outputs = [Port(name, "float32", ("b", "s", 1000)) for name in ("left", "right")]
+    found = refusal([TOKENS], outputs)
+    assert found.code == "E_NO_LOGITS_OUTPUT"
+    assert found.ports == ("left", "right")
+
+
+@pytest.mark.parametrize("shape", [("b", "s"), (3, "b", "s"), (1, 2, "s")])
+def test_positions_may_have_three_axes(shape: tuple[str | int, ...]) -> None:
+    """Multimodal rotary embeddings take three rows of positions, ChatGLM two."""
+    positions = Port("position_ids", "int64", shape)
+    assert topology([TOKENS, positions], [LOGITS]).position_ids_input == "position_ids"
+
+
+def test_a_second_mask_or_position_input_is_unknown() -> None:
+    """One port has each of these roles; another of nearly the same name is not quietly the same thing."""
+    for name in ("q_position_ids", "sliding_attention_mask"):
+        positions = [Port("position_ids", "int64", ("b", "s")), Port("attention_mask", "int64", ("b", "t"))]
+        found = refusal([TOKENS, *positions, Port(name, "int64", ("b", "s"))], [LOGITS])
+        assert (found.code, found.ports) == ("E_UNKNOWN_INPUT", (name,))
+
+
+@pytest.mark.parametrize(
+    ("port", "role"),
+    [
+        (Port("use_cache_branch", "bool", (1,)), Role.CONTROL),
+        (Port("seqlens_k", "int32", ("b", 1)), Role.CONTROL),
+        (Port("total_seq_len", "int32", ()), Role.CONTROL),
+        (Port("past_key_values_length", "int64", (1,)), Role.CONTROL),
+        (Port("encoder_hidden_states", "float32", ("b", "e", 64)), Role.ENCODER_HIDDEN_STATES),
+        (Port("encoder_attention_mask", "int64", ("b", "e")), Role.ENCODER_ATTENTION_MASK),
+        (Port("deepstack_embeds", "float32", (1, "b", "s", 64)), Role.OPTIONAL),
+        (Port("per_layer_inputs", "float32", ("b", "s", 6, 16)), Role.AUXILIARY),
+    ],
+    ids=lambda value: value.name if isinstance(value, Port) else str(value),
+)
+def test_other_inputs_have_roles_by_name(port: Port, role: Role) -> None:
+    """Each known name has its role, and the token input is not disturbed by it."""
+    found = topology([TOKENS, port], [LOGITS])
+    assert {one.name: one.role for one in found.roles}[port.name] is role
+    assert found.token_input == "input_ids"
+
+
+def test_an_input_that_nobody_knows_is_refused_and_never_ignored() -> None:
+    """The refusal names it, and the keys that would place it."""
+    found = refusal([TOKENS, Port("speaker", "float32", ("b", 256))], [LOGITS])
+    assert (found.code, found.ports) == ("E_UNKNOWN_INPUT", ("speaker",))
+    assert "model.io" in found.message
+
+
+def test_a_name_with_the_wrong_dtype_does_not_count() -> None:
+    """`input_ids` of floats is not the token input, whatever it is called."""
+    found = refusal([Port("input_ids", "float32", ("b", "s"))], [LOGITS])
+    assert found.code == "E_NO_TOKEN_INPUT"
+
+
+def test_an_input_passed_through_is_an_auxiliary_output() -> None:
+    """A graph may give an input back under the same name: two ports, and only the input is the mask."""
+    mask = Port("attention_mask", "int64", ("b", "t"))
+    found = topology([TOKENS, mask], [LOGITS, mask])
+    roles = [(port.direction, port.role) for port in found.roles if port.name == "attention_mask"]
+    assert roles == [("input", Role.ATTENTION_MASK), ("output", Role.AUXILIARY)]
+    assert found.attention_mask_input == "attention_mask"
