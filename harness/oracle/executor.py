@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from harness.errors import EngineFailedError, ParityError
 from harness.oracle.node import Compute
+from harness.oracle.precision import Array
 
 __all__ = ["ABSENT", "DISCARD", "Body", "Program", "Step"]
 
@@ -67,6 +68,8 @@ class Body:
         outputs: slots of the graph's outputs, in order.
         steps: all steps, in an order in which they can run.
         capture_count: how many of `inputs` are captured from outside.
+        blanks: for each output an array of its declared dtype with extent 0 where the shape has a symbol;
+            None where the graph declares no shape.
     """
 
     def __init__(
@@ -78,11 +81,13 @@ class Body:
         constants: dict[int, Any],
         slot_count: int,
         capture_count: int = 0,
+        blanks: Sequence[Array | None] = (),
     ) -> None:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.steps = tuple(steps)
         self.capture_count = capture_count
+        self.blanks = tuple(blanks)
         self._constants = constants
         self._template: list[Any] = [constants.get(slot) for slot in range(slot_count)]
         self._whole = self.program(self.outputs)

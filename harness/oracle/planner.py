@@ -151,8 +151,8 @@ class Planner:
         body = self._body(self._model.graph, _Scope(_Draft(), opsets))
         if self._missing:
             lines = [
-                f"{what} at node {nodes[0]}" + (f" and {len(nodes) - 1} more" if len(nodes) > 1 else "")
-                for what, nodes in self._missing.items()
+                f"{what} at {places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+                for what, places in self._missing.items()
             ]
             raise EngineFailedError(
                 f"The oracle lacks what this graph needs: {'; '.join(lines)}.",
@@ -164,11 +164,14 @@ class Planner:
     def _body(self, graph: onnx.GraphProto, scope: _Scope) -> Body:
         draft = scope.draft
         if graph.sparse_initializer:
-            self._lack("sparse initialisers", graph.sparse_initializer[0].values.name)
+            self._lack("sparse weights", f"initialiser {graph.sparse_initializer[0].values.name}")
         for tensor in graph.initializer:
             scope.names[tensor.name] = _Constant(self._reader.array(tensor))
         inputs = []
         for port in graph.input:
+            kind = port.type.WhichOneof("value")
+            if kind not in (None, "tensor_type"):
+                self._lack(f"values of type {kind}", f"input {port.name}")
             if port.name not in scope.names:
                 inputs.append(draft.new_slot())
                 scope.names[port.name] = inputs[-1]
@@ -181,7 +184,16 @@ class Planner:
             constants=draft.constants,
             slot_count=draft.slot_count,
             capture_count=len(draft.captures),
+            blanks=[self._blank(port) for port in graph.output],
         )
+
+    def _blank(self, port: onnx.ValueInfoProto) -> Array | None:
+        """An array as a port declares it, with extent 0 where it has no number; see `Body.blanks`."""
+        tensor = port.type.tensor_type
+        if not tensor.elem_type or not tensor.HasField("shape"):
+            return None
+        shape = [max(0, axis.dim_value) for axis in tensor.shape.dim]
+        return np.empty(shape, dtype=self._precision.holding(tensor.elem_type))
 
     def _nodes(self, nodes: Sequence[onnx.NodeProto], scope: _Scope, results: Iterable[str]) -> None:
         """Plan the nodes of a graph or function, whose outputs are `results`."""
@@ -265,7 +277,9 @@ class Planner:
         try:
             compute = entry.bind(view)
         except UnsupportedFeatureError as error:
-            self._lack(f"operator {node.op_type} of domain {domain or 'ai.onnx'} with {error}", label)
+            self._lack(
+                f"operator {node.op_type} of domain {domain or 'ai.onnx'} with {error}", f"node {label}"
+            )
             self._placeholders(node, scope)
             return
         if entry.pure and not captured and len(known) == sum(view.present):

@@ -15,12 +15,6 @@ Array: TypeAlias = NDArray[Any]
 PrecisionName: TypeAlias = Literal["float32", "float64"]
 
 _SPELLING = {"float": "float32", "double": "float64"}
-_NARROW_INTEGERS: dict[int, type[np.generic]] = {
-    onnx.TensorProto.INT4: np.int8,
-    onnx.TensorProto.UINT4: np.uint8,
-    onnx.TensorProto.INT2: np.int8,
-    onnx.TensorProto.UINT2: np.uint8,
-}
 
 
 def type_name(elem_type: int) -> str:
@@ -30,7 +24,7 @@ def type_name(elem_type: int) -> str:
 
 
 def file_dtype(elem_type: int) -> np.dtype[Any]:
-    """The numpy dtype of an ONNX element type as it stands in a file."""
+    """The numpy dtype of an ONNX element type; those that numpy lacks come from `ml_dtypes`."""
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type))
 
 
@@ -59,9 +53,8 @@ class Precision:
         return np.dtype(self.name)
 
     def holding(self, elem_type: int) -> np.dtype[Any]:
-        """The dtype that holds tensors of a declared ONNX type; 2- and 4-bit integers take a byte each."""
-        narrow = _NARROW_INTEGERS.get(elem_type)
-        return np.dtype(narrow) if narrow is not None else self.held(file_dtype(elem_type))
+        """The dtype that holds tensors of a declared ONNX type."""
+        return self.held(file_dtype(elem_type))
 
     def held(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The dtype that holds values of `dtype`."""

@@ -19,14 +19,14 @@ from harness.oracle.precision import Array, file_dtype
 
 __all__ = ["TensorReader", "attribute_value", "read_model"]
 
-_SUB_BYTE: dict[int, type[np.generic]] = {
-    onnx.TensorProto.INT4: np.int8,
-    onnx.TensorProto.UINT4: np.uint8,
-    onnx.TensorProto.INT2: np.int8,
-    onnx.TensorProto.UINT2: np.uint8,
-    onnx.TensorProto.FLOAT4E2M1: np.float32,
+_BITS: dict[int, int] = {
+    onnx.TensorProto.INT4: 4,
+    onnx.TensorProto.UINT4: 4,
+    onnx.TensorProto.FLOAT4E2M1: 4,
+    onnx.TensorProto.INT2: 2,
+    onnx.TensorProto.UINT2: 2,
 }
-"""Types of less than a byte an element, unpacked when read, and the dtype that then holds them exactly."""
+"""Types of less than a byte an element."""
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -86,11 +86,9 @@ class TensorReader:
             return self._typed(tensor, memoryview(tensor.raw_data), shape)
         try:
             # Values in typed fields are decoded element by element; only small tensors come so.
-            values = onnx.numpy_helper.to_array(tensor)
+            return onnx.numpy_helper.to_array(tensor)
         except ValueError as error:
             raise self._broken(tensor, str(error)) from error
-        holding = _SUB_BYTE.get(tensor.data_type)
-        return values if holding is None else values.astype(holding)
 
     def _strings(self, tensor: onnx.TensorProto) -> Array:
         text = [item.decode("utf-8", "replace") for item in tensor.string_data]
@@ -101,33 +99,22 @@ class TensorReader:
     def _typed(self, tensor: onnx.TensorProto, data: memoryview, shape: tuple[int, ...]) -> Array:
         """`data` as an array of the tensor's type and shape, without a copy where a byte is an element."""
         count = int(np.prod(shape, dtype=np.int64))
-        holding = _SUB_BYTE.get(tensor.data_type)
-        if holding is not None:
-            return self._unpacked(tensor, data, count).astype(holding, copy=False).reshape(shape)
-        dtype = file_dtype(tensor.data_type)
-        if len(data) != count * dtype.itemsize:
-            raise self._broken(
-                tensor, f"it has {len(data)} bytes where its shape asks {count * dtype.itemsize}"
-            )
-        return np.frombuffer(data, dtype=dtype).reshape(shape)
-
-    def _unpacked(self, tensor: onnx.TensorProto, data: memoryview, count: int) -> Array:
-        """Elements of 2 or 4 bits, lowest bits of a byte first, one by one."""
-        bits = 2 if tensor.data_type in (onnx.TensorProto.INT2, onnx.TensorProto.UINT2) else 4
-        per_byte = 8 // bits
-        if len(data) != -(-count // per_byte):
-            raise self._broken(
-                tensor, f"it has {len(data)} bytes where its shape asks {-(-count // per_byte)}"
-            )
+        dtype, bits = file_dtype(tensor.data_type), _BITS.get(tensor.data_type)
+        wanted = count * dtype.itemsize if bits is None else -(-count * bits // 8)
+        if len(data) != wanted:
+            raise self._broken(tensor, f"it has {len(data)} bytes where its shape asks {wanted}")
+        if bits is None:
+            return np.frombuffer(data, dtype=dtype).reshape(shape)
+        # Lowest bits first; an array has a byte for each.
         packed = np.frombuffer(data, dtype=np.uint8)
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        codes: Array = ((packed[:, None] >> shifts) & (2**bits - 1)).reshape(-1)[:count]
-        if tensor.data_type == onnx.TensorProto.FLOAT4E2M1:
-            return codes.view(file_dtype(tensor.data_type))
-        if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.INT2):
-            # Two's complement: codes from the half up are negative.
-            codes = np.where(codes >= 2 ** (bits - 1), codes.astype(np.int8) - 2**bits, codes)
-        return codes
+        codes: Array = (packed[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)) & (2**bits - 1)
+        codes = codes.reshape(-1)[:count]
+        if dtype.kind == "f" or "float" in dtype.name:
+            return codes.view(dtype).reshape(shape)
+        # Two's complement: of a signed type, codes with the highest bit are negative.
+        signed = dtype.name.startswith("int") & (codes >> (bits - 1)).astype(bool)
+        values: Array = codes.astype(np.int8) - signed.astype(np.int8) * 2**bits
+        return values.astype(dtype).reshape(shape)
 
     def _external(self, tensor: onnx.TensorProto) -> memoryview:
         """The bytes of an external tensor, as a view into its mapped file."""

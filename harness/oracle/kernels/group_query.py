@@ -85,7 +85,7 @@ def _group_query_attention(node: Node) -> Compute:
 
 
 def _grown(past: Tensor | None, new: Tensor, starts: Tensor, total: int) -> Tensor:
-    """The cache with `new` [B, N, S, D] written from `starts[b]` on; zero where nothing was written.
+    """The cache with `new` [B, N, S, D] behind the first `starts[b]` rows; zero behind that.
 
     It is as long as `past`, or as `total` where that is more.
     """
@@ -97,8 +97,8 @@ def _grown(past: Tensor | None, new: Tensor, starts: Tensor, total: int) -> Tens
     if past.shape[2] == first and first + new.shape[2] == total and (starts == first).all():
         return np.concatenate((past, new), axis=2)
     output = np.zeros((*new.shape[:2], max(total, past.shape[2]), new.shape[3]), dtype=new.dtype)
-    output[:, :, : past.shape[2]] = past
     for batch, start in enumerate(starts.tolist()):
+        output[batch, :, :start] = past[batch, :, :start]
         output[batch, :, start : start + new.shape[2]] = new[batch]
     return output
 
