@@ -165,8 +165,7 @@ def growing_pair(past: Port, present: Port, *, batch: Dimension) -> GrowingPair:
     Args:
         past: the input.
         present: the output.
-        batch: the first axis of the token port; an axis with the same symbol is the batch axis, else
-            the first axis is.
+        batch: the first axis of the token port, by which the batch axis is recognised.
 
     Raises:
         UnfeedableError: no axis, or no single one, can be the one that grows; or another extent is
@@ -233,8 +232,19 @@ def _known(port: Port) -> tuple[str, tuple[Dimension, ...]]:
 
 
 def _batch_axis(shape: tuple[Dimension, ...], batch: Dimension) -> int:
-    named = [axis for axis, extent in enumerate(shape) if isinstance(batch, str) and extent == batch]
-    return named[0] if len(named) == 1 else 0
+    """The axis that counts sequences.
+
+    It is the one with the token port's symbol, else the first one, unless that is concrete and another
+    calls itself a batch (a stack of layers may stand before it).
+    """
+    alike = [axis for axis, extent in enumerate(shape) if isinstance(batch, str) and extent == batch]
+    if len(alike) == 1:
+        return alike[0]
+    if shape and isinstance(shape[0], int):
+        named = [axis for axis, extent in enumerate(shape) if isinstance(extent, str) and "batch" in extent]
+        if len(named) == 1:
+            return named[0]
+    return 0
 
 
 def _written(shape: tuple[Dimension, ...]) -> str:

@@ -25,14 +25,19 @@ _PortProblem: TypeAlias = Callable[[Port], str | None]
 
 _INTEGERS = frozenset({"int32", "int64"})
 
+_MOST_NAMES = 4
+"""How many ports a message lists for one reason; the error holds them all."""
+
 _NOT_FED = {
     Role.EMBEDS: "takes embeddings, and only token IDs can be fed",
     Role.CROSS_KV_KEY: "takes cross-attention KV, which an encoder computes",
     Role.CROSS_KV_VALUE: "takes cross-attention KV, which an encoder computes",
     Role.ENCODER_HIDDEN_STATES: "takes the output of an encoder",
     Role.ENCODER_ATTENTION_MASK: "takes the mask of an encoder",
-    Role.CONTROL: "is a control input of a cache layout that is not supported",
-    Role.OPTIONAL: "is an optional input without a known value",
+    Role.CONTROL: "is a control input, and there is no value to give it",
+    Role.OPTIONAL: "is an optional input, and there is no value to give it",
+    Role.KV_KEY: "is a KV buffer of fixed size, which is written in place",
+    Role.KV_VALUE: "is a KV buffer of fixed size, which is written in place",
     Role.KV_FUSED: "takes key and value fused into one tensor",
     Role.KV_SCALE: "takes the scales of a quantised cache",
 }
@@ -126,9 +131,7 @@ class _Planner:
             self._problems["input_ids"] = "is needed to feed token IDs, and is no input of the graph"
         if self._problems or token is None or logits is None:
             raise NotDrivableError(
-                "The decode loop cannot drive this graph: "
-                + "; ".join(f"{port} {why}" for port, why in self._problems.items())
-                + ".",
+                f"The decode loop cannot drive this graph: {_listed(self._problems)}.",
                 next_action="Export a decoder that takes token IDs, KV that grows from length zero or states "
                 "of fixed shape, and at most a mask and positions of rank 2.",
                 ports=tuple(self._problems),
@@ -171,7 +174,7 @@ class _Planner:
             if self._roles.get(past) in (Role.KV_FUSED, Role.KV_SCALE):
                 self._problems[past] = _NOT_FED[self._roles[past]]
             elif topology.static_cache is not None:
-                self._problems[past] = "is a buffer of fixed size (static_cache)"
+                self._problems[past] = _NOT_FED[Role.KV_KEY]
             else:
                 try:
                     pairs.append(growing_pair(self._inputs[past], self._outputs[present], batch=batch))
@@ -217,7 +220,20 @@ class _Planner:
             if name not in known:
                 role = self._roles.get(name, named.get(name))
                 why = None if role is None else _NOT_FED.get(role)
-                self._problems.setdefault(name, why or "is an input that the loop has no value for")
+                self._problems.setdefault(name, why or "is an input that nobody has a value for")
+
+
+def _listed(problems: Mapping[str, str]) -> str:
+    """Each reason once, after the ports that it holds for; long lists of ports are cut."""
+    by_reason: dict[str, list[str]] = {}
+    for port, why in problems.items():
+        by_reason.setdefault(why, []).append(port)
+    return "; ".join(
+        ", ".join(ports[:_MOST_NAMES])
+        + (f" and {len(ports) - _MOST_NAMES} more (each)" if len(ports) > _MOST_NAMES else "")
+        + f" {why}"
+        for why, ports in by_reason.items()
+    )
 
 
 def _rank_2_problem(port: Port) -> str | None:
