@@ -5,7 +5,7 @@ The rule (Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024), for each val
 
     S  = decay * S
     S += k^T (beta * (v - k S))
-    o  = q S
+    o  = q S / sqrt(Dk)
 
 with the state S [Dk, Dv], q, k and v rows, decay and beta numbers in (0, 1).
 """
@@ -48,7 +48,7 @@ def causal_conv(graph: GraphBuilder, x: str, weight: str, *, layer: int, shape: 
     past = graph.input(f"past_key_values.{layer}.conv_state", "float32", ("batch", shape.channels, taps))
     columns = graph.add("Transpose", x, name="conv_columns", perm=[0, 2, 1])
     window = graph.add("Concat", past, columns, name="conv_window", axis=-1)
-    present = graph.add(
+    graph.add(
         "Slice",
         window,
         graph.ints(-taps),
@@ -57,7 +57,7 @@ def causal_conv(graph: GraphBuilder, x: str, weight: str, *, layer: int, shape: 
         name="conv_keep",
         output=f"present.{layer}.conv_state",
     )
-    _symbolic_output(graph, present, rank=3)
+    _symbolic_output(graph, "conv_state", layer=layer, rank=3)
     convolved = graph.add(
         "Conv", window, weight, name="conv", group=shape.channels, kernel_shape=[shape.conv_kernel]
     )
@@ -109,14 +109,14 @@ def gated_delta(
         "float32",
         ("batch", shape.value_heads, shape.key_width, shape.value_width),
     )
-    present, results = graph.scan(
+    _, results = graph.scan(
         _step(graph.scoped("step"), shape),
         states=(past,),
         sequences=(scaled, key, value, decay, beta),
         name="recurrence",
         outputs=(f"present.{layer}.recurrent_state", graph.scoped("recurrence")),
     )
-    _symbolic_output(graph, present, rank=4)
+    _symbolic_output(graph, "recurrent_state", layer=layer, rank=4)
     return results
 
 
@@ -148,6 +148,7 @@ def _step(prefix: str, shape: GatedDeltaShape) -> GraphBuilder:
     return body
 
 
-def _symbolic_output(graph: GraphBuilder, name: str, *, rank: int) -> None:
+def _symbolic_output(graph: GraphBuilder, kind: str, *, layer: int, rank: int) -> None:
     """Declare a present state the way real exporters of this layout do: no extent is concrete."""
-    graph.output(name, "float32", tuple(f"{name}_dim_{axis}" for axis in range(rank)))
+    symbols = tuple(f"{kind}_{layer}_dim_{axis}" for axis in range(rank))
+    graph.output(f"present.{layer}.{kind}", "float32", symbols)
