@@ -9,11 +9,13 @@ from harness.topology.acceptance import CROSS_ROLES, SELF_KV_ROLES, CacheBinding
 from harness.topology.conventions import Convention
 from harness.topology.derive import derive_cache
 from harness.topology.findings import Finding, listed, quoted
-from harness.topology.interface import words
+from harness.topology.genai import GenaiNames
+from harness.topology.patterns import layer_of
 from harness.topology.placement import Direction, Placement
 from harness.topology.shapes import StateShapeMatch
-from harness.topology.sidecar import DeclaredIo, GenaiNames
+from harness.topology.sidecar import STATIC_CACHE_LISTS, STATIC_CACHE_PORTS, DeclaredIo
 from harness.topology.spec import Role
+from harness.topology.swaps import cache_role, tokens, without
 
 __all__ = ["place_configured", "place_declared"]
 
@@ -25,6 +27,8 @@ def place_configured(placement: Placement, names: GenaiNames) -> None:
     for role, name in names.single.items():
         if placement.taken(role) is None:
             _place_single(placement, role, name, f"named {role.value} by genai_config.json")
+    for name in names.controls:
+        _place_single(placement, Role.CONTROL, name, "named as a length by genai_config.json")
 
 
 def place_declared(
@@ -42,6 +46,7 @@ def place_declared(
         past, present = _find(placement, pair.input, "input"), _find(placement, pair.output, "output")
         if past is not None and present is not None:
             bindings.append(CacheBinding(past, present, Role.STATE, None, _BECAUSE))
+    bindings += _static_bindings(placement, io)
     for binding in bindings:
         placement.findings += check_binding(binding, match=match, batch=None)
         placement.place_binding(binding)
@@ -75,8 +80,8 @@ def _find(placement: Placement, name: str, direction: Direction) -> Port | None:
 def _completed_by_name(
     placement: Placement, io: DeclaredIo, conventions: Sequence[Convention], match: StateShapeMatch
 ) -> dict[str, CacheBinding]:
-    """Caches by the name of either side, for declarations that name one side only."""
-    if (io.kv_inputs is None) == (io.kv_outputs is None) and io.cross_kv_inputs is None:
+    """Caches by the name of either side: what declarations that name one side only leave open."""
+    if all(ports is None for ports in (io.kv_inputs, io.kv_outputs, io.cross_kv_inputs, io.cross_kv_outputs)):
         return {}
     found = derive_cache(placement.inventory, conventions, match=match).bindings
     by_name = {binding.past.name: binding for binding in found}
@@ -136,14 +141,46 @@ def _declared_bindings(
     return bindings
 
 
+def _static_bindings(placement: Placement, io: DeclaredIo) -> list[CacheBinding]:
+    """Place the control ports of a declared static cache; returns its buffers."""
+    fields = io.static_cache
+    if fields is None:
+        return []
+    named = [name for field in fields.values() for name in ((field,) if isinstance(field, str) else field)]
+    missing = [key for key in (*STATIC_CACHE_PORTS, *STATIC_CACHE_LISTS) if key not in fields]
+    lengths = {len(fields[key]) for key in STATIC_CACHE_LISTS if key in fields}
+    if missing or len(lengths) > 1:
+        problem = f"lacks {', '.join(missing)}" if missing else "has lists of different lengths"
+        placement.findings.append(
+            Finding(
+                "E_INCOMPLETE_CONTROL_PORTS",
+                f"model.io.static_cache {problem}; it names {listed(named)}. Declare the write index, the "
+                "valid length, and each buffer with its output, layer by layer.",
+                tuple(named),
+            )
+        )
+        return []
+    for key in STATIC_CACHE_PORTS:
+        _place_single(placement, Role.CONTROL, str(fields[key]), f"declared as {key} of the static cache")
+    bindings = []
+    for kind, role in (("key", Role.KV_KEY), ("value", Role.KV_VALUE)):
+        pairs = zip(fields[f"{kind}_cache_inputs"], fields[f"{kind}_cache_outputs"], strict=True)
+        for past_name, present_name in pairs:
+            past = _find(placement, past_name, "input")
+            present = _find(placement, present_name, "output")
+            if past is not None and present is not None:
+                bindings.append(CacheBinding(past, present, role, layer_of(past_name), _BECAUSE))
+    placement.static_cache = {
+        key: value if isinstance(value, str) else list(value) for key, value in fields.items()
+    }
+    return bindings
+
+
 def _cache_role(name: str, natural: CacheBinding | None, *, cross: bool) -> Role:
     """Whether a declared cache holds keys, values or both: as its name says."""
-    allowed = CROSS_ROLES if cross else SELF_KV_ROLES
-    if natural is not None and natural.role in allowed:
+    if natural is not None and natural.role in (CROSS_ROLES if cross else SELF_KV_ROLES):
         return natural.role
-    said = words(name)
-    if said & {"value", "values", "v"} and not said & {"key", "keys", "k"}:
-        return Role.CROSS_KV_VALUE if cross else Role.KV_VALUE
-    if cross or (said & {"key", "keys", "k"} and not said & {"value", "values", "v"}):
-        return Role.CROSS_KV_KEY if cross else Role.KV_KEY
-    return Role.KV_FUSED
+    said = cache_role(without(tokens(name), "past") or tokens(name))
+    if cross:
+        return Role.CROSS_KV_VALUE if said in (Role.KV_VALUE, Role.CROSS_KV_VALUE) else Role.CROSS_KV_KEY
+    return said if said in SELF_KV_ROLES else Role.KV_FUSED

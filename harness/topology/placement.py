@@ -122,7 +122,7 @@ class Placement:
                 if port.role is Role.STATE and port.pair is not None
             ),
             cross_kv_inputs=tuple(port.name for port in cross),
-            cross_kv_outputs=tuple(_partners(cross)),
+            cross_kv_outputs=tuple(_partners(cross)) if all(port.pair for port in cross) else (),
             encoder_hidden_states_input=_first(self.inputs, Role.ENCODER_HIDDEN_STATES),
             static_cache=static_cache,
             optional_inputs=tuple(port.name for port in inputs if port.role is Role.OPTIONAL),

@@ -13,6 +13,7 @@ from harness.topology.declared import place_configured, place_declared
 from harness.topology.derive import derive_cache
 from harness.topology.exporters import CONVENTIONS
 from harness.topology.findings import Finding, listed, quoted, refusal_from
+from harness.topology.genai import GenaiNames, genai_names
 from harness.topology.interface import (
     PAGED_NAMES,
     NamedPort,
@@ -23,7 +24,7 @@ from harness.topology.interface import (
 )
 from harness.topology.placement import Placement
 from harness.topology.shapes import StateShapeMatch
-from harness.topology.sidecar import DeclaredIo, GenaiNames, declared_io_of, genai_names, read_io_block
+from harness.topology.sidecar import DeclaredIo, declared_io_of, read_io_block
 from harness.topology.spec import Derivation, Outcome, Refusal, Role
 from harness.topology.static_cache import place_static_cache
 
@@ -47,7 +48,7 @@ def resolve_package(
     """
     return resolve(
         inventory,
-        declared=declared_io_of(package.metadata),
+        declared=declared_io_of(package.metadata, graph=package.model.name),
         genai_config=package.genai_config,
         gate=gate,
         match=match,
@@ -82,10 +83,10 @@ def resolve(
     if malformed:
         return Derivation(Outcome.REFUSED, refusal=refusal_from(malformed))
     shape_match = StateShapeMatch(match)
-    if names.patterns is None:
+    if names.convention is None:
         placement = _place(inventory, io, names, CONVENTIONS, shape_match)
     else:
-        configured = (names.patterns.convention(name="genai_config.json", source="the package"),)
+        configured = (names.convention,)
         placement = _place(inventory, io, names, configured, StateShapeMatch.EXACT)
         if placement.findings and shape_match is StateShapeMatch.SYMBOLIC:
             placement = _place(inventory, io, names, (*configured, *CONVENTIONS), shape_match)
@@ -173,7 +174,7 @@ def _batch_symbol(placement: Placement) -> Dimension:
 def _is_declared_elsewhere(role: Role, io: DeclaredIo) -> bool:
     """True if the `io` block lists the ports of this role, so that it is complete without this one."""
     if role in SELF_KV_ROLES:
-        return io.kv_inputs is not None
+        return io.kv_inputs is not None or io.static_cache is not None
     if role in CROSS_ROLES:
         return io.cross_kv_inputs is not None
     return io.state_pairs is not None
