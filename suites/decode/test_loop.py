@@ -41,12 +41,17 @@ DECODERS = {
 
 
 class Spy:
-    """A session that notes every call, and can be told to misbehave."""
+    """A session that notes every call, and can be told to misbehave.
 
-    def __init__(self, inner: Session, *, fail_at: int | None = None, drop_row_at: int | None = None) -> None:
+    `fail_at` is the call that raises; `cut` a call and the output that comes back one row short from it.
+    """
+
+    def __init__(
+        self, inner: Session, *, fail_at: int | None = None, cut: tuple[int, str] | None = None
+    ) -> None:
         self._inner = inner
         self._fail_at = fail_at
-        self._drop_row_at = drop_row_at
+        self._cut = cut
         self.feeds: list[dict[str, TensorHandle]] = []
         self.outputs: list[dict[str, TensorHandle]] = []
         self.positions: list[Any] = []
@@ -62,9 +67,10 @@ class Spy:
         if step == self._fail_at:
             raise EngineFailedError("out of luck", kind="timeout", next_action="Wait.")
         found = self._inner.run(feeds, outputs)
-        if step == self._drop_row_at:
-            name = next(name for name in found if name.endswith("key"))
-            found[name] = self._inner.place(self._inner.copy_out(found[name])[:, :, 1:])
+        if self._cut is not None and step == self._cut[0]:
+            port = self._cut[1]
+            whole = self._inner.copy_out(found[port])
+            found[port] = self._inner.place(np.delete(whole, 0, axis=-2 if whole.ndim == 4 else -1))
         self.outputs.append(found)
         return found
 
@@ -81,7 +87,7 @@ class Spy:
         return self._inner.copy_out(handle)
 
 
-def spy_on(decoder: TinyDecoder, folder: Path, **trouble: int) -> Spy:
+def spy_on(decoder: TinyDecoder, folder: Path, **trouble: Any) -> Spy:
     """A spy before ONNX Runtime."""
     return Spy(open_session("ort-cpu", decoder.save(folder / "model.onnx")), **trouble)
 
@@ -285,16 +291,21 @@ def test_a_real_failure_on_the_way_is_a_failure_of_that_step(kind: str, tmp_path
     assert kind in failure.message
 
 
-def test_a_cache_that_loses_a_row_is_a_failure(tmp_path: Path) -> None:
-    """KV that comes back one row short is named at that step, before anything is decoded from it."""
+@pytest.mark.parametrize(
+    ("port", "shape"),
+    [("present.2.key", "[1, 1, 6, 8]"), ("present.0.recurrent_state", "[1, 7]")],
+)
+def test_a_cache_that_comes_back_short_is_a_failure(tmp_path: Path, port: str, shape: str) -> None:
+    """KV or a state that lost a row is named at that step, before anything is decoded from it."""
     decoder = DECODERS["hybrid"]
-    spy = spy_on(decoder, tmp_path, drop_row_at=3)
+    spy = spy_on(decoder, tmp_path, cut=(3, port))
 
     trace = greedy_decode(spy, decoder.topology, PROMPT, max_new_tokens=8)
 
     assert len(trace.token_ids) == 3
     assert trace.failure is not None
-    assert "present.2.key has shape [1, 1, 6, 8] after 7 tokens" in trace.failure.message
+    assert (trace.failure.kind, trace.failure.step) == ("crashed", 3)
+    assert f"{port} has shape {shape} after 7 tokens" in trace.failure.message
 
 
 def test_a_cache_that_never_grows_is_not_drivable(tmp_path: Path) -> None:

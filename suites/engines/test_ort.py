@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import sys
 from importlib import metadata
@@ -114,6 +115,8 @@ def test_cuda_is_usable_only_where_it_computes(
 
     assert found.usable == really_on_cuda
     assert (found.reason is None) == (found.next_action is None) == really_on_cuda
+    if ctypes.util.find_library("cuda") is None and sys.platform != "win32":
+        assert "no NVIDIA driver" in str(found.reason)
     assert capfd.readouterr() == ("", "")
 
 
