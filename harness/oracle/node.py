@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
+
 from harness.errors import InputError
 from harness.oracle.precision import Array, Precision
 
@@ -80,8 +82,8 @@ class Node:
         return int(self._get(name, default))
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A float attribute (float32 in the file, so exact here)."""
-        return float(self._get(name, default))
+        """A float attribute. It is a float32 in the file, so a default is rounded to one too."""
+        return float(np.float32(self._get(name, default)))
 
     def text(self, name: str, default: str | None = None) -> str:
         """A string attribute."""

@@ -210,9 +210,8 @@ class Planner:
                 since = (
                     f"opset {opset}, operator version {version}" if opset is not None else "no opset imported"
                 )
-                self._lack(
-                    f"operator {node.op_type} of domain {domain or 'ai.onnx'} ({since})", _label(node, scope)
-                )
+                what = f"operator {node.op_type} of domain {domain or 'ai.onnx'} ({since})"
+                self._lack(what, f"node {_label(node, scope)}")
                 self._placeholders(node, scope)
             else:
                 self._bind(node, domain, version, entry, scope, read)

@@ -7,6 +7,7 @@ when they are read.
 from __future__ import annotations
 
 import mmap
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,15 +19,6 @@ from harness.errors import InputError
 from harness.oracle.precision import Array, file_dtype
 
 __all__ = ["TensorReader", "attribute_value", "read_model"]
-
-_BITS: dict[int, int] = {
-    onnx.TensorProto.INT4: 4,
-    onnx.TensorProto.UINT4: 4,
-    onnx.TensorProto.FLOAT4E2M1: 4,
-    onnx.TensorProto.INT2: 2,
-    onnx.TensorProto.UINT2: 2,
-}
-"""Types of less than a byte an element."""
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -99,21 +91,18 @@ class TensorReader:
     def _typed(self, tensor: onnx.TensorProto, data: memoryview, shape: tuple[int, ...]) -> Array:
         """`data` as an array of the tensor's type and shape, without a copy where a byte is an element."""
         count = int(np.prod(shape, dtype=np.int64))
-        dtype, bits = file_dtype(tensor.data_type), _BITS.get(tensor.data_type)
+        dtype = file_dtype(tensor.data_type)
+        bits = _packed_bits(dtype)
         wanted = count * dtype.itemsize if bits is None else -(-count * bits // 8)
         if len(data) != wanted:
             raise self._broken(tensor, f"it has {len(data)} bytes where its shape asks {wanted}")
         if bits is None:
             return np.frombuffer(data, dtype=dtype).reshape(shape)
-        # Lowest bits first; an array has a byte for each.
-        packed = np.frombuffer(data, dtype=np.uint8)
-        codes: Array = (packed[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)) & (2**bits - 1)
-        codes = codes.reshape(-1)[:count]
-        if dtype.kind == "f" or "float" in dtype.name:
+        codes = _codes(np.frombuffer(data, dtype=np.uint8), bits)[:count]
+        if not dtype.name.startswith("int"):
             return codes.view(dtype).reshape(shape)
-        # Two's complement: of a signed type, codes with the highest bit are negative.
-        signed = dtype.name.startswith("int") & (codes >> (bits - 1)).astype(bool)
-        values: Array = codes.astype(np.int8) - signed.astype(np.int8) * 2**bits
+        # Two's complement: codes with the highest bit are negative.
+        values: Array = codes.astype(np.int8) - (codes >> (bits - 1)).astype(np.int8) * 2**bits
         return values.astype(dtype).reshape(shape)
 
     def _external(self, tensor: onnx.TensorProto) -> memoryview:
@@ -167,6 +156,23 @@ class TensorReader:
             f"Tensor {tensor.name or '(unnamed)'} of {self.path.name} cannot be read: {reason}.",
             next_action="Export or copy the file again.",
         )
+
+
+def _packed_bits(dtype: np.dtype[Any]) -> int | None:
+    """Bits of an element that a file packs (`int4`, `float6_e2m3fn`), None where it has whole bytes."""
+    found = re.match(r"(?:u?int|float)([2-7])(?!\d)", dtype.name)
+    return int(found[1]) if found else None
+
+
+def _codes(packed: Array, bits: int) -> Array:
+    """Codes of `bits` bits, lowest bits first, as a uint8 each; what is left of the last byte too."""
+    if 8 % bits:
+        singles = np.unpackbits(packed, bitorder="little")
+        whole = singles[: singles.size // bits * bits].reshape(-1, bits)
+        joined: Array = whole @ (1 << np.arange(bits, dtype=np.uint8))
+        return joined
+    codes: Array = (packed[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)) & (2**bits - 1)
+    return codes.reshape(-1)
 
 
 def attribute_value(attribute: onnx.AttributeProto, reader: TensorReader) -> Any:

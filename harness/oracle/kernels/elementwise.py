@@ -21,12 +21,16 @@ __all__ = ["erf", "gelu", "sigmoid", "silu", "softplus"]
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)); exp may overflow to infinity, which gives the right limit."""
-    return 1 / (1 + np.exp(-x))
+    y = np.exp(-x)
+    y += 1
+    return np.reciprocal(y)
 
 
 def silu(x: Tensor) -> Tensor:
     """`x sigmoid(x)`."""
-    return x / (1 + np.exp(-x))
+    y = np.exp(-x)
+    y += 1
+    return np.divide(x, y)
 
 
 def softplus(x: Tensor) -> Tensor:

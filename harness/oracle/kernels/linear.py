@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 def _matmul(node: Node) -> Compute:
     """`a @ b` as numpy's matmul: [.., M, K] @ [.., K, N] to [.., M, N], leading axes broadcast.
 
-    With a matrix b all rows of a go into one product. For a constant b these rows are few (tokens).
+    With a constant matrix b all rows of a go into one product, as numpy would make one a batch.
     """
     constant = node.constant(1)
     if constant is None or constant.ndim != 2:
@@ -26,7 +27,7 @@ def _matmul(node: Node) -> Compute:
     depth, width = constant.shape
 
     def run(a: Tensor, b: Tensor) -> Tensor:
-        if a.ndim == 2:
+        if a.ndim == 2 or (a.ndim == 3 and a.shape[0] == 1):
             return np.matmul(a, b)
         return np.matmul(a.reshape(-1, depth), b).reshape(*a.shape[:-1], width)
 
@@ -69,46 +70,66 @@ def _conv(node: Node) -> Compute:
     pads, auto_pad = node.integers("pads"), node.text("auto_pad", "NOTSET")
     if auto_pad not in ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"):
         raise UnsupportedFeatureError(f"auto_pad {auto_pad}")
+    if pads is not None and not any(pads):
+        pads = None
+    constant = node.constant(1)
+    fixed = None if constant is None else _taps(constant, groups, dilations)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rank = x.ndim - 2
-        kernel_shape = weight.shape[2:]
-        steps, gaps = strides or [1] * rank, dilations or [1] * rank
-        reach = [(size - 1) * gap + 1 for size, gap in zip(kernel_shape, gaps, strict=True)]
+        taps = fixed or _taps(weight, groups, dilations)
+        steps = strides or [1] * (x.ndim - 2)
         if auto_pad.startswith("SAME"):
-            widths = _same_padding(x.shape[2:], reach, steps, upper=auto_pad == "SAME_UPPER")
-        elif pads is None or auto_pad == "VALID":
-            widths = [(0, 0)] * rank
-        else:
-            widths = list(zip(pads[:rank], pads[rank:], strict=True))
-        if any(before or after for before, after in widths):
+            widths = _same_padding(x.shape[2:], taps.reach, steps, upper=auto_pad == "SAME_UPPER")
             x = np.pad(x, [(0, 0), (0, 0), *widths])
-        positions = [
-            (size - span) // step + 1 for size, span, step in zip(x.shape[2:], reach, steps, strict=True)
-        ]
-        y: Tensor | None = None
-        for tap in np.ndindex(*kernel_shape):
-            index = [
-                slice(offset * gap, offset * gap + step * (count - 1) + 1, step)
-                for offset, gap, step, count in zip(tap, gaps, steps, positions, strict=True)
-            ]
-            term = _tap(x[(..., *index)], weight[(..., *tap)], groups)
-            y = term if y is None else np.add(y, term, out=y)
-        if y is None:
-            raise ValueError(f"the kernel of shape {weight.shape} has no taps")
-        return y if bias is None else y + bias.reshape(-1, *[1] * rank)
+        elif pads is not None and auto_pad == "NOTSET":
+            x = np.pad(x, [(0, 0), (0, 0), *zip(pads[: len(steps)], pads[len(steps) :], strict=True)])
+        sizes = zip(x.shape[2:], taps.reach, steps, strict=True)
+        spans = [(size - reach) // step * step + 1 for size, reach, step in sizes]
+        y: Tensor = 0 if bias is None else bias.reshape(-1, *[1] * len(steps))
+        for offsets, matrix in taps.items:
+            places = zip(offsets, spans, steps, strict=True)
+            part = x[(..., *[slice(first, first + span, step) for first, span, step in places])]
+            y = y + (part * matrix if taps.depthwise else _grouped(part, matrix))
+        return y
 
     return run
 
 
-def _tap(x: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """What one tap of the kernel gives: x [N, C, positions..] and weight [M, C/G] to [N, M, positions..]."""
-    batch, channels, *positions = x.shape
-    outputs, depth = weight.shape
-    if depth == 1 and outputs == channels:
-        return x * weight.reshape(outputs, *[1] * len(positions))
-    columns = x.reshape(batch, groups, depth, math.prod(positions))
-    return np.matmul(weight.reshape(groups, -1, depth), columns).reshape(batch, outputs, *positions)
+@dataclass(frozen=True, slots=True)
+class _Taps:
+    """A kernel tap by tap.
+
+    Attributes:
+        items: for each tap its offset along each axis, and what it multiplies by: [C, 1..] when depthwise,
+            else [G, M/G, C/G].
+        reach: extent of the kernel along each axis, gaps between taps included.
+        depthwise: each channel has its own kernel and gives one channel.
+    """
+
+    items: list[tuple[tuple[int, ...], Tensor]]
+    reach: list[int]
+    depthwise: bool
+
+
+def _taps(weight: Tensor, groups: int, dilations: Sequence[int] | None) -> _Taps:
+    outputs, depth, *extents = weight.shape
+    gaps = dilations or [1] * len(extents)
+    depthwise = depth == 1 and outputs == groups
+    shape = (outputs, *[1] * len(extents)) if depthwise else (groups, -1, depth)
+    items = [
+        (tuple(i * gap for i, gap in zip(tap, gaps, strict=True)), weight[(..., *tap)].reshape(shape))
+        for tap in np.ndindex(*extents)
+    ]
+    reach = [(extent - 1) * gap + 1 for extent, gap in zip(extents, gaps, strict=True)]
+    return _Taps(items, reach, depthwise)
+
+
+def _grouped(part: Tensor, matrix: Tensor) -> Tensor:
+    """Channels mixed within each group: [N, C, positions..] by [G, M/G, C/G] to [N, M, positions..]."""
+    batch, _, *positions = part.shape
+    groups, _, depth = matrix.shape
+    columns = part.reshape(batch, groups, depth, math.prod(positions))
+    return np.matmul(matrix, columns).reshape(batch, -1, *positions)
 
 
 def _same_padding(

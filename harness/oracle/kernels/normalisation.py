@@ -13,14 +13,15 @@ import numpy as np
 from harness.oracle.kernels.registry import CONTRIB, kernel
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
-__all__ = ["rms_inverse"]
+__all__ = ["rms"]
 
 
-def rms_inverse(x: Tensor, epsilon: float, axes: Any = -1) -> Any:
-    """1 / sqrt(mean(x^2) + epsilon) over `axes`, kept with extent 1."""
-    squares = np.add.reduce(x * x, axis=axes, keepdims=True)
-    count = x.shape[-1] if axes == -1 else math.prod(x.shape[axis] for axis in axes)
-    return 1 / np.sqrt(squares / count + epsilon)
+def rms(x: Tensor, epsilon: float, axes: Any = -1) -> Tensor:
+    """The root of mean(x^2) + epsilon over `axes`, which are kept with extent 1."""
+    if axes == -1:
+        return np.sqrt(np.vecdot(x, x)[..., None] / x.shape[-1] + epsilon)
+    count = math.prod(x.shape[axis] for axis in axes)
+    return np.sqrt(np.add.reduce(x * x, axis=axes, keepdims=True) / count + epsilon)
 
 
 def _centred(x: Tensor, epsilon: float, axes: Any = -1) -> tuple[Any, Any, Any]:
@@ -48,11 +49,11 @@ def _rms_normalization(node: Node) -> Compute:
     if node.wants(1):
 
         def run(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-            inverse = rms_inverse(x, epsilon, _axes(x, axis))
-            return x * inverse * scale, inverse
+            root = rms(x, epsilon, _axes(x, axis))
+            return x / root * scale, 1 / root
 
         return run
-    return lambda x, scale: x * rms_inverse(x, epsilon, _axes(x, axis)) * scale
+    return lambda x, scale: x / rms(x, epsilon, _axes(x, axis)) * scale
 
 
 @kernel("LayerNormalization", (1, 17))
@@ -86,7 +87,7 @@ def _skip_rms_normalization(node: Node) -> Compute:
         total = x + skip
         if bias is not None:
             total = total + bias
-        return total * rms_inverse(total, epsilon) * gamma, None, None, total
+        return total / rms(total, epsilon) * gamma, None, None, total
 
     return run
 

@@ -32,6 +32,13 @@ def _sum(x: Tensor, axes: Any, keepdims: bool) -> Tensor:
     return _add_reduce(x, axis=axes, dtype=x.dtype, keepdims=keepdims)
 
 
+def _sum_square(x: Tensor, axes: Any, keepdims: bool) -> Tensor:
+    if axes in ((-1,), (x.ndim - 1,)):
+        squares = np.vecdot(x, x)
+        return squares[..., None] if keepdims else squares
+    return _sum(x * x, axes, keepdims)
+
+
 def _mean(x: Tensor, axes: Any, keepdims: bool) -> Any:
     return np.mean(x, axis=axes, keepdims=keepdims, dtype=x.dtype if x.dtype.kind == "f" else None)
 
@@ -65,7 +72,7 @@ def _extreme(reduce: Callable[..., Any], *, least: bool) -> Reduction:
 
 _REDUCTIONS: dict[str, tuple[Reduction, tuple[int, ...]]] = {
     "ReduceL1": (lambda x, axes, keep: _sum(np.abs(x), axes, keep), (11, 13, 18)),
-    "ReduceL2": (lambda x, axes, keep: np.sqrt(_sum(x * x, axes, keep)).astype(x.dtype), (11, 13, 18)),
+    "ReduceL2": (lambda x, axes, keep: np.sqrt(_sum_square(x, axes, keep)).astype(x.dtype), (11, 13, 18)),
     "ReduceLogSum": (lambda x, axes, keep: np.log(_sum(x, axes, keep)), (11, 13, 18, 28)),
     "ReduceLogSumExp": (_log_sum_exp, (11, 13, 18, 28)),
     "ReduceMax": (_extreme(np.max, least=False), (11, 12, 13, 18, 20)),
@@ -73,7 +80,7 @@ _REDUCTIONS: dict[str, tuple[Reduction, tuple[int, ...]]] = {
     "ReduceMin": (_extreme(np.min, least=True), (11, 12, 13, 18, 20)),
     "ReduceProd": (lambda x, axes, keep: np.prod(x, axis=axes, keepdims=keep, dtype=x.dtype), (11, 13, 18)),
     "ReduceSum": (_sum, (11, 13)),
-    "ReduceSumSquare": (lambda x, axes, keep: _sum(x * x, axes, keep), (11, 13, 18)),
+    "ReduceSumSquare": (_sum_square, (11, 13, 18)),
 }
 """Each reduction and the versions it claims. The axes became an input with version 13 of ReduceSum and
 version 18 of the others."""

@@ -6,6 +6,7 @@ Outputs are views of inputs where numpy can give one. Semantics of the ONNX oper
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,13 +54,12 @@ def _reshape(node: Node) -> Compute:
     def resolve(x: Tensor, shape: Sequence[int]) -> Tensor:
         if keep_zero or 0 not in shape:
             return x.reshape(shape)
-        resolved = [extent or x.shape[axis] for axis, extent in enumerate(shape)]
+        resolved = [extent or own for extent, own in zip(shape, x.shape, strict=False)]
+        resolved += shape[len(resolved) :]
         if -1 in resolved and 0 in resolved:
             # With a zero beside it, -1 stands for what remains of x's other axes.
-            known = [extent for extent in resolved if extent > 0]
-            kept = [x.shape[axis] for axis, extent in enumerate(resolved) if extent == 0]
-            rest = np.prod([extent for extent in x.shape if extent], dtype=np.int64)
-            resolved[resolved.index(-1)] = int(rest // np.prod(known, dtype=np.int64)) if kept else -1
+            known = math.prod(extent for extent in resolved if extent > 0)
+            resolved[resolved.index(-1)] = math.prod(extent for extent in x.shape if extent) // known
         return x.reshape(resolved)
 
     constant = node.constant(1)
@@ -97,7 +97,7 @@ def _squeeze(node: Node) -> Compute:
     constant = node.constant(1)
     if constant is not None:
         fixed = axes_of(constant)
-        return lambda x, _: np.squeeze(x, axis=fixed)
+        return lambda x, _: x.squeeze(fixed)
     return lambda x, axes=None: np.squeeze(x, axis=None if axes is None else axes_of(axes))
 
 
@@ -114,23 +114,50 @@ def _unsqueeze(node: Node) -> Compute:
     constant = node.constant(1)
     if constant is not None:
         fixed = axes_of(constant)
-        if fixed == (0,):
-            return lambda x, _: x[None]
-        return lambda x, _: np.expand_dims(x, fixed)
-    return lambda x, axes: np.expand_dims(x, axes_of(axes))
+        return lambda x, _: _inserted(x, fixed)
+    return lambda x, axes: _inserted(x, axes_of(axes))
 
 
 @kernel("Unsqueeze", (1, 11), moves=True)
 def _unsqueeze_1(node: Node) -> Compute:
     """As above, with the axes as attribute."""
     axes = tuple(node.integers("axes") or ())
-    return lambda x: np.expand_dims(x, axes)
+    return lambda x: _inserted(x, axes)
+
+
+def _inserted(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """The input with axes of extent 1 at positions `axes` of the output."""
+    if len(axes) == 1:
+        axis = axes[0]
+        return (
+            x[(..., None, *(slice(None),) * (-axis - 1))] if axis < 0 else x[(slice(None),) * axis + (None,)]
+        )
+    rank = np.ndim(x) + len(axes)
+    new = {axis % rank for axis in axes}
+    return np.asarray(x)[tuple(None if axis in new else slice(None) for axis in range(rank))]
 
 
 @kernel("Expand", (8, 13), moves=True)
 def _expand(node: Node) -> Compute:
     """The input broadcast against the shape, both ways: where the shape says 1, x keeps its extent."""
-    return lambda x, shape: np.broadcast_to(x, np.broadcast_shapes(np.shape(x), axes_of(shape)))
+    constant = node.constant(1)
+    if constant is not None:
+        fixed = axes_of(constant)
+        return lambda x, _: _expanded(x, fixed)
+    return lambda x, shape: _expanded(x, axes_of(shape))
+
+
+def _expanded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    own = np.shape(x)
+    if own == shape:
+        return x
+    if len(own) <= len(shape):
+        # Where the shape says 1, x decides.
+        tail = zip(shape[len(shape) - len(own) :], own, strict=True)
+        shape = shape[: len(shape) - len(own)] + tuple(b if a == 1 else a for a, b in tail)
+    else:
+        shape = np.broadcast_shapes(own, shape)
+    return np.broadcast_to(x, shape)
 
 
 @kernel("Tile", (6, 13), moves=True)
@@ -166,12 +193,8 @@ def _split(node: Node) -> Compute:
         else:
             sizes = [-(-x.shape[axis] // parts)] * parts
         ends = list(itertools.accumulate(sizes))
-        index = [slice(None)] * x.ndim
-        pieces = []
-        for start, end in zip([0, *ends], ends, strict=False):
-            index[axis] = slice(start, end)
-            pieces.append(x[tuple(index)])
-        return tuple(pieces)
+        pieces = zip([0, *ends], ends, strict=False)
+        return tuple(x[_one_slice(axis, slice(start, end))] for start, end in pieces)
 
     return run
 

@@ -1,0 +1,123 @@
+"""Graphs of real exporters against calls that were recorded on ONNX Runtime when they were exported."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from fixtures.rewrites import rewrite_accuracy_level
+from harness.oracle import OracleModel
+
+VARIABLE = "ONNX_PARITY_EXPORTER_MODELS"
+MODELS = {
+    "mobius-bamba-mamba2-hybrid": 1e-4,
+    "mobius-gemma4_text-kvshared": 1e-4,
+    "mobius-llama-attention": 1e-4,
+    "mobius-llama-gqa-cpu": 1e-4,
+    "mobius-qwen3_5-gated-deltanet-hybrid": 1e-4,
+    # Recorded at accuracy_level 4: int8 activations.
+    "genai-llama-int4-matmulnbits": 2e-2,
+}
+"""Name of the package, and the largest difference to the recorded values, whose scale is 1 to 4."""
+
+CALLS = ("call0", "call1")
+
+
+@pytest.fixture(params=MODELS)
+def package(request: pytest.FixtureRequest) -> Path:
+    """The folder of one package: `model.onnx`, and `case.npz` with `call{0,1}.in.NAME` and `.out.NAME`."""
+    return package_of(request.param)
+
+
+def package_of(name: str) -> Path:
+    """The folder of a package; skips when the variable that names the models' folder is not set."""
+    root = os.environ.get(VARIABLE)
+    if not root:
+        pytest.skip(f"set {VARIABLE} to the folder of the exporters' models")
+    folder = Path(root) / name
+    assert folder.is_dir(), f"{VARIABLE} names a folder without {name}"
+    return folder
+
+
+@cache
+def recorded(folder: Path, call: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """What was fed to and given by one recorded call."""
+    with np.load(folder / "case.npz") as case:
+        return tuple(  # type: ignore[return-value]
+            {name.removeprefix(start): case[name] for name in case.files if name.startswith(start)}
+            for start in (f"{call}.in.", f"{call}.out.")
+        )
+
+
+def difference(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
+    """The largest absolute difference over all outputs, which must agree in shape."""
+    assert {name: x.shape for name, x in got.items()} == {name: x.shape for name, x in want.items()}
+    return max(float(np.abs(got[name] - want[name]).max(initial=0)) for name in want)
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["native", "function bodies"])
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_both_recorded_calls_are_reproduced(package: Path, precision: str, inline: bool) -> None:
+    """Prefill and the step behind it, all outputs; native kernels and the exporter's own function bodies."""
+    model = OracleModel.load(package / "model.onnx", precision=precision, inline_functions=inline)
+    for call in CALLS:
+        feeds, expected = recorded(package, call)
+        assert difference(model.run(feeds, list(expected)), expected) < MODELS[package.name]
+
+
+def test_float32_stays_close_to_float64(package: Path) -> None:
+    """The oracle's own spread between precisions is far below the tolerance of the recorded calls."""
+    single, double = (OracleModel.load(package / "model.onnx", precision=p) for p in ("float32", "float64"))
+    feeds, expected = recorded(package, "call0")
+    assert difference(single.run(feeds, list(expected)), double.run(feeds, list(expected))) < 3e-5
+
+
+def test_a_prompt_in_two_chunks_gives_what_the_whole_prompt_gives(package: Path) -> None:
+    """The second chunk, from the caches and states of the first, ends where the whole prompt ends."""
+    model = OracleModel.load(package / "model.onnx", precision="float64")
+    feeds, expected = recorded(package, "call0")
+    names = list(expected)
+    count = feeds["input_ids"].shape[1]
+    assert count > 2
+    cut = count // 2
+    whole = model.run(feeds, names)
+    first = model.run(chunk(feeds, slice(0, cut), cut), names)
+    carried = {
+        port.name: first[port.name.replace("past_key_values", "present")]
+        for port in model.inputs
+        if port.name.startswith("past_key_values")
+    }
+    second = model.run(chunk(feeds, slice(cut, count), count) | carried, names)
+    logits = np.concatenate([first["logits"], second["logits"]], axis=1)
+    assert difference(second | {"logits": logits}, whole) < 1e-9
+
+
+def chunk(feeds: dict[str, np.ndarray], positions: slice, total: int) -> dict[str, np.ndarray]:
+    """The feeds of a prompt cut to `positions`, with a mask over the `total` positions so far."""
+    cut = dict(feeds)
+    for name in ("input_ids", "position_ids"):
+        if name in cut:
+            cut[name] = cut[name][:, positions]
+    if "attention_mask" in cut:
+        cut["attention_mask"] = cut["attention_mask"][:, :total]
+    return cut
+
+
+def test_int4_is_what_onnx_runtime_computes_at_level_1(tmp_path: Path) -> None:
+    """At level 4, as exported, ONNX Runtime rounds activations to int8; at level 1 it agrees."""
+    folder = package_of("genai-llama-int4-matmulnbits")
+    rewritten = rewrite_accuracy_level(folder / "model.onnx", level=1, folder=tmp_path)
+    session = onnxruntime.InferenceSession(str(rewritten), providers=["CPUExecutionProvider"])
+    model = OracleModel.load(folder / "model.onnx")
+    for call in CALLS:
+        feeds, recorded_outputs = recorded(folder, call)
+        names = list(recorded_outputs)
+        at_level_1 = dict(zip(names, session.run(names, feeds), strict=True))
+        ours = model.run(feeds, names)
+        assert difference(ours, at_level_1) < 1e-4
+        assert difference(ours, recorded_outputs) > 1e-3  # the rewrite did change something
