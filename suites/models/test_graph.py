@@ -52,7 +52,7 @@ def test_names_say_where_a_node_stands(tmp_path: Path) -> None:
 @pytest.mark.parametrize("external", [True, False])
 def test_weights_come_back_bit_for_bit(tmp_path: Path, external: bool) -> None:
     """What is read back is what was handed over, in the graph or beside it, also from a strided array."""
-    array = np.arange(1024, dtype=np.float32)[::2] * np.float32(1 / 3)
+    array = (np.arange(1024, dtype=np.float32) * np.float32(1 / 3))[::2]
     path = _small(array).save(tmp_path / "model.onnx", external=external)
     assert (tmp_path / "model.onnx.data").exists() == external
     (tensor,) = onnx.load(path).graph.initializer
