@@ -65,7 +65,7 @@ def smollm2_package() -> BuiltinPackage:
         prompts=SMOLLM2_PROMPTS,
         max_new_tokens=MAX_NEW_TOKENS,
         content_version=SMOLLM2_SHA256[:12],
-        write=partial(write_smollm2, weights="fp32"),
+        write=partial(_write_fetched, weights="fp32"),
     )
 
 
@@ -77,32 +77,30 @@ def smollm2_int4_package() -> BuiltinPackage:
         prompts=SMOLLM2_PROMPTS,
         max_new_tokens=MAX_NEW_TOKENS,
         content_version=SMOLLM2_INT4_SHA256[:12],
-        write=partial(write_smollm2, weights="int4"),
+        write=partial(_write_fetched, weights="int4"),
     )
 
 
-def write_smollm2(folder: Path, *, weights: Weights) -> Path:
+def write_smollm2(folder: Path, source: Smollm2Source, *, weights: Weights) -> Path:
     """Write graph, data, tokenizer and `provenance.json` into the existing `folder`.
 
     Returns the graph file. The bytes are the same on every machine.
-
-    Raises:
-        InputError: the weights have not been fetched or are damaged, or the library `gguf` is missing.
     """
-    source = read_smollm2(cached_smollm2())
     model = _build(source, weights).save(folder / "model.onnx")
-    write_tokenizer(folder, source.tokenizer, context=source.shape.context)
     tokenizer = source.tokenizer
-    _write_json(
-        folder / "generation_config.json",
-        {
-            "bos_token_id": tokenizer.bos_id,
-            "eos_token_id": tokenizer.eos_id,
-            "pad_token_id": tokenizer.padding_id,
-        },
-    )
+    write_tokenizer(folder, tokenizer, context=source.shape.context)
+    special = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.padding_id,
+    }
+    _write_json(folder / "generation_config.json", special)
     _write_json(folder / "provenance.json", _provenance(source, weights, model))
     return model
+
+
+def _write_fetched(folder: Path, *, weights: Weights) -> Path:
+    return write_smollm2(folder, read_smollm2(cached_smollm2()), weights=weights)
 
 
 def _build(source: Smollm2Source, weights: Weights) -> GraphBuilder:

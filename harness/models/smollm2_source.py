@@ -54,20 +54,21 @@ class Smollm2Source:
         licence: as the file states it.
         shape: hyperparameters.
         tokenizer: tables of the tokenizer.
+        tensors: every tensor by its name in the file, as the reader of the library `gguf` gives it.
     """
 
     name: str
     licence: str
     shape: LlamaShape
     tokenizer: TokenizerTables
-    _tensors: Mapping[str, Any] = field(repr=False)
+    tensors: Mapping[str, Any] = field(repr=False)
 
     def weight(self, name: str) -> NDArray[np.float32]:
         """The weights of tensor `name` in fp32: [out, in] for a projection, [width] for a norm."""
         import numpy as np
         from gguf.quants import dequantize
 
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         return np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
 
     def rotary_rows_as_halves(self, name: str, *, heads: int) -> NDArray[np.float32]:
@@ -83,7 +84,7 @@ class Smollm2Source:
 
     def storage(self) -> dict[str, int]:
         """How the file stores its tensors: number of tensors by GGUF type, in order of type."""
-        return dict(sorted(Counter(tensor.tensor_type.name for tensor in self._tensors.values()).items()))
+        return dict(sorted(Counter(tensor.tensor_type.name for tensor in self.tensors.values()).items()))
 
 
 def read_smollm2(path: Path) -> Smollm2Source:
@@ -132,5 +133,5 @@ def read_smollm2(path: Path) -> Smollm2Source:
         licence=value("general.license"),
         shape=shape,
         tokenizer=tokenizer,
-        _tensors={tensor.name: tensor for tensor in reader.tensors},
+        tensors={tensor.name: tensor for tensor in reader.tensors},
     )
