@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -120,7 +121,7 @@ def render_report(document: Mapping[str, Any], *, token_text: TokenText | None =
 def _head(document: Mapping[str, Any]) -> Table:
     model, topology = document["model"], document["model"]["topology"]
     grid = Table.grid(padding=(0, 2))
-    grid.add_row("model", Text(f"{model['path']}  sha256 {model['sha256'][:12]}", overflow="fold"))
+    grid.add_row("model", Text(f"{_short(model['path'])}  sha256 {model['sha256'][:12]}", overflow="fold"))
     grid.add_row(
         "topology",
         f"{topology['outcome']}: {topology['kv_inputs']} KV inputs, {topology['state_pairs']} state pairs",
@@ -128,6 +129,12 @@ def _head(document: Mapping[str, Any]) -> Table:
     for role in ("candidate", "oracle"):
         grid.add_row(role, Text(_engine(document[role]), overflow="fold"))
     return grid
+
+
+def _short(path: str) -> str:
+    """The folder and file name; the whole path stands in the report."""
+    parts = Path(path).parts
+    return path if len(parts) < 3 else str(Path("...", *parts[-2:]))
 
 
 def _engine(side: Mapping[str, Any]) -> str:
