@@ -59,7 +59,7 @@ def topology_of(model: Path) -> Topology:
     return topology
 
 
-@pytest.mark.parametrize("kind", ["ort-cpu", "nxrt"])
+@pytest.mark.parametrize("kind", ["ort-cpu", "nxrt", "oracle"])
 @pytest.mark.parametrize("name", DRIVEN)
 def test_the_loop_reproduces_both_recorded_calls(name: str, kind: str) -> None:
     """All logits after the prompt, and after the next token with threaded caches, are the recorded ones."""

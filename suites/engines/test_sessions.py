@@ -30,6 +30,7 @@ DTYPES = {
     "bool": (TensorProto.BOOL, np.bool_),
 }
 NO_SCALARS = {("nxrt", "bfloat16")}  # nxrt 0.1.0.dev6 takes a bfloat16 array of rank 0 for rank 1
+WIDENED = {"oracle": {"float16", "bfloat16"}}  # it computes in float32 at least, and says so
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 kinds = pytest.mark.parametrize("kind", SESSION_KINDS)
@@ -100,7 +101,8 @@ def test_a_tensor_survives_the_way_in_and_out(
     identity: Callable[..., Session], kind: str, data: st.DataObject
 ) -> None:
     """Any dtype, rank, extent (zero too) and stride: what comes out has the bits that went in."""
-    dtype = data.draw(st.sampled_from(sorted(DTYPES)))
+    dtypes = sorted(DTYPES.keys() - WIDENED.get(kind, set()))
+    dtype = data.draw(st.sampled_from(dtypes))
     lowest = 1 if (kind, dtype) in NO_SCALARS else 0
     shape = data.draw(st.lists(st.integers(0, 3), min_size=lowest, max_size=4))
     seed = data.draw(st.integers(0, 2**16))
