@@ -11,9 +11,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from harness.engines.base import Availability, Engine, OptionValue, SessionInfo, TensorHandle, TopLogits
-from harness.engines.options import choice_option
+from harness.engines.options import choice_option, count_option
 from harness.engines.reduce import top_logits_of
 from harness.engines.tensor_types import dtype_of_array, numpy_dtype
+from harness.errors import EngineFailedError, InputError
 from harness.ports import Port, PortInventory
 
 if TYPE_CHECKING:
@@ -80,7 +81,11 @@ class OracleSession:
     def run(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> dict[str, TensorHandle]:
         """Run the graph once; see `harness.engines.base.Session.run`."""
         arrays = {name: cast("OracleHandle", handle).array for name, handle in feeds.items()}
-        results = self._live().run(arrays, outputs)
+        try:
+            results = self._live().run(arrays, outputs)
+        except InputError as error:
+            # Feeds come from the decode loop, not from the user: on an engine, wrong ones fail the run.
+            raise EngineFailedError(error.message, next_action=error.next_action, kind="crashed") from error
         return {name: OracleHandle(array) for name, array in results.items()}
 
     def top_logits(
@@ -114,7 +119,10 @@ class OracleEngine:
     description: str = "our own executor in numpy, in fp32 or better"
     options: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType(
-            {"precision": "what floats are computed in: float32 (default) or float64"}
+            {
+                "precision": "what floats are computed in: float32 (default) or float64",
+                "threads": "threads of numpy's BLAS: 1 (default), or 0 to leave the number to it",
+            }
         )
     )
 
@@ -127,6 +135,7 @@ class OracleEngine:
         precision = cast(
             "Literal['float32', 'float64']", choice_option(self.name, options, "precision", _PRECISIONS)
         )
+        threads = count_option(self.name, options, "threads", 1)
         import numpy as np
 
         from harness.oracle import OracleModel
@@ -136,6 +145,7 @@ class OracleEngine:
             version=_version(),
             settings={
                 "precision": precision,
+                "threads": threads,
                 "numpy": np.__version__,
                 "blas": _blas(),
                 # Chooses OpenBLAS's kernels, and with them the order of its sums.
@@ -143,7 +153,7 @@ class OracleEngine:
             },
             mode="eager",
         )
-        return OracleSession(OracleModel.load(model, precision=precision), info=info)
+        return OracleSession(OracleModel.load(model, precision=precision, threads=threads), info=info)
 
 
 def _version() -> str:

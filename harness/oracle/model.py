@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 import numpy as np
 
 from harness.errors import InputError
+from harness.oracle.blas import blas_threads
 from harness.oracle.executor import Body, Program
 from harness.oracle.planner import Budget, Planner
 from harness.oracle.precision import Array, Precision, PrecisionName, file_dtype, type_name
@@ -54,13 +55,14 @@ class OracleModel:
         precision: `float32` or `float64`.
     """
 
-    def __init__(self, *, body: Body, graph: onnx.GraphProto, precision: Precision) -> None:
+    def __init__(self, *, body: Body, graph: onnx.GraphProto, precision: Precision, threads: int) -> None:
         initialised = {tensor.name for tensor in graph.initializer}
         ports = [port for port in graph.input if port.name not in initialised]
         self.inputs = tuple(_spec(port) for port in ports)
         self.outputs = tuple(_spec(port) for port in graph.output)
         self.precision = precision.name
         self._body = body
+        self._threads = threads
         self._feeds = [_Feed.of(port, spec, precision) for port, spec in zip(ports, self.inputs, strict=True)]
         self._slots = {spec.name: slot for spec, slot in zip(self.outputs, body.outputs, strict=True)}
         self._programs: dict[tuple[str, ...], Program] = {}
@@ -73,6 +75,7 @@ class OracleModel:
         precision: PrecisionName = "float32",
         inline_functions: bool = False,
         resident_limit: int = RESIDENT_LIMIT,
+        threads: int = 1,
     ) -> OracleModel:
         """Read and plan the graph at `path`.
 
@@ -81,6 +84,7 @@ class OracleModel:
             precision: what narrower floats are computed in.
             inline_functions: inline model-local functions also where there is a native kernel.
             resident_limit: bytes that derived copies of weights may take together.
+            threads: of the BLAS behind numpy while a graph runs; 0 leaves the number to BLAS.
 
         Raises:
             InputError: the file or its external data cannot be used.
@@ -101,7 +105,7 @@ class OracleModel:
             budget=Budget(resident_limit),
             inline_functions=inline_functions,
         )
-        return cls(body=planner.plan(), graph=model.graph, precision=held)
+        return cls(body=planner.plan(), graph=model.graph, precision=held, threads=threads)
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
         """Compute `outputs` from `feeds`, and nothing that they do not need.
@@ -129,7 +133,7 @@ class OracleModel:
             feed.accept(feeds.get(feed.name)) if slot in program.needed else None
             for feed, slot in zip(self._feeds, self._body.inputs, strict=True)
         ]
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), blas_threads(self._threads):
             results = self._body.run(program, arguments)
         return {name: np.asarray(value) for name, value in zip(key, results, strict=True)}
 

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from fixtures.decoders import save_graph
 from harness.engines.base import Engine, Session
 from harness.engines.oracle import ENGINE
-from harness.errors import InputError
+from harness.errors import EngineFailedError, InputError
 from harness.models.demo import write_demo
 from harness.ports import Port
 
@@ -40,7 +40,7 @@ def graph(tmp_path: Path) -> Path:
 def test_the_engine_is_an_engine_that_is_always_there() -> None:
     """It satisfies the protocol, takes the option `precision`, and needs nothing that may be missing."""
     assert isinstance(ENGINE, Engine)
-    assert (ENGINE.name, list(ENGINE.options)) == ("oracle", ["precision"])
+    assert (ENGINE.name, list(ENGINE.options)) == ("oracle", ["precision", "threads"])
     assert ENGINE.availability().usable
 
 
@@ -70,7 +70,7 @@ def test_the_default_precision_is_float32_and_others_are_refused(graph: Path) ->
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_narrow_ports_are_widened_once_and_stay_wide(precision: str, graph: Path) -> None:
-    """Zeros and arrays come in the port's dtype, outputs in the oracle's, and these go back in as they are."""
+    """Zeros and arrays come in the port's dtype, outputs in the oracle's, and go back in as they are."""
     session = ENGINE.open(graph, {"precision": precision})
     past, x = session.zeros((1, 0, 4), "float16"), session.place(np.full((1, 2, 4), 0.5, np.float16))
     assert (past.shape, past.dtype, x.dtype) == ((1, 0, 4), "float16", "float16")
@@ -90,6 +90,15 @@ def test_logits_are_reduced_and_copies_are_copies(graph: Path) -> None:
     copy = session.copy_out(logits)
     copy[...] = 0
     assert session.top_logits(logits, k=1, positions=[-1])[0].values == (6.0,)
+
+
+def test_a_wrong_feed_fails_the_run(graph: Path) -> None:
+    """As on every engine: a missing input, or one of another dtype, is a failure of the run that names it."""
+    session = ENGINE.open(graph, {})
+    with pytest.raises(EngineFailedError, match="Input past is not fed"):
+        session.run({"x": session.zeros((1, 1, 4), "float16")}, ["present"])
+    with pytest.raises(EngineFailedError, match="Input x is fed as int64"):
+        session.run({"x": session.zeros((1, 1, 4), "int64")}, ["logits"])
 
 
 def test_a_closed_session_runs_no_more(graph: Path) -> None:
