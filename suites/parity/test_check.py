@@ -44,7 +44,7 @@ def check(
         topology=DECODER.topology,
         topology_outcome="derived",
         candidate=candidate,
-        oracle=oracle or parse_engine("ort-cpu"),
+        oracle=oracle or parse_engine("oracle"),
         prompts=prompts,
         max_new_tokens=NEW_TOKENS,
         **changes,
