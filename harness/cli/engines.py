@@ -53,7 +53,10 @@ def command(as_json: bool) -> int:
                 "version": found.version,
                 "reason": found.reason,
                 "next": found.next_action,
-                "options": dict(engine.options),
+                "options": {
+                    name: {"help": option.help, "default": option.default, "expected": option.expected}
+                    for name, option in engine.options.items()
+                },
             }
         )
     if as_json:
@@ -67,7 +70,8 @@ def command(as_json: bool) -> int:
         if row["default_candidate"]:
             why += " (default candidate)"
         table.add_row(row["name"], "yes" if row["usable"] else "no", row["version"] or "-", Text(why))
-        for option, help_text in row["options"].items():
-            table.add_row("", "", "", Text(f"  {option}: {help_text}", style="dim"))
+        for name, option in row["options"].items():
+            line = f"  {name}={option['default']}: {option['help']}; {option['expected']}"
+            table.add_row("", "", "", Text(line, style="dim"))
     Console(soft_wrap=False).print(table)
     return 0

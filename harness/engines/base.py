@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Availability",
     "Engine",
+    "EngineOption",
     "OptionValue",
     "Session",
     "SessionInfo",
@@ -153,6 +154,25 @@ class Availability:
     next_action: str | None = None
 
 
+class EngineOption(Protocol):
+    """What may stand behind an engine's name; `harness.engines.options` has the usual kinds."""
+
+    @property
+    def help(self) -> str:
+        """One line for `onnx-parity engines`."""
+
+    @property
+    def default(self) -> OptionValue:
+        """Its value where the user gives none."""
+
+    @property
+    def expected(self) -> str:
+        """What it may be, in words that follow "must be"."""
+
+    def read(self, value: OptionValue) -> OptionValue | None:
+        """The value that was given, as a value or in text; None where it cannot be taken."""
+
+
 @runtime_checkable
 class Engine(Protocol):
     """A way to run graphs, found through the entry-point group `onnx_parity.engines`."""
@@ -166,14 +186,14 @@ class Engine(Protocol):
         """One line for `onnx-parity engines`."""
 
     @property
-    def options(self) -> Mapping[str, str]:
-        """Names of the options it takes, each with one line of help."""
+    def options(self) -> Mapping[str, EngineOption]:
+        """The options it takes, by name."""
 
     def availability(self) -> Availability:
         """Whether it can be used here. Cheap, never raises, and writes nothing anywhere."""
 
     def open(self, model: Path, options: Mapping[str, OptionValue]) -> Session:
-        """Load the graph `model`. The registry has already checked the option names.
+        """Load the graph `model`. Options that are not given have their defaults.
 
         Raises:
             EngineUnavailableError: not usable on this machine.

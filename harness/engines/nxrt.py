@@ -10,7 +10,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from harness.engines.base import Availability, Engine, OptionValue, SessionInfo, TensorHandle, TopLogits
+from harness.engines.base import (
+    Availability,
+    Engine,
+    EngineOption,
+    OptionValue,
+    SessionInfo,
+    TensorHandle,
+    TopLogits,
+)
+from harness.engines.options import complete
 from harness.engines.reduce import top_logits_of
 from harness.engines.tensor_types import dtype_of_array, is_native, numpy_dtype
 from harness.errors import EngineFailedError, EngineUnavailableError, InputError, ParityError
@@ -107,7 +116,7 @@ class NxrtEngine:
 
     name: str = "nxrt"
     description: str = "nxrt, a native Rust runtime, on the CPU"
-    options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    options: Mapping[str, EngineOption] = field(default_factory=lambda: MappingProxyType({}))
 
     def availability(self) -> Availability:
         """Whether the package is installed and loads."""
@@ -132,6 +141,7 @@ class NxrtEngine:
 
     def open(self, model: Path, options: Mapping[str, OptionValue]) -> NxrtSession:
         """Load `model`; see `harness.engines.base.Engine.open`."""
+        complete(self.name, self.options, options)
         found = self.availability()
         if not found.usable:
             raise EngineUnavailableError(

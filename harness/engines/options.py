@@ -1,42 +1,79 @@
-"""Reading engine options: what an option may be, said in one place and in one tone."""
+"""Options of engines, as data: what each may be, and how it is read, in one tone for all engines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from harness.engines.base import OptionValue
+from harness.engines.base import EngineOption, OptionValue
 from harness.errors import InputError
 
-__all__ = ["choice_option", "count_option"]
+__all__ = ["Choice", "Count", "complete"]
 
 
-def count_option(engine: str, options: Mapping[str, OptionValue], name: str, default: int) -> int:
-    """A whole number of at least zero.
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A whole number of at least zero."""
+
+    help: str
+    default: int
+
+    @property
+    def expected(self) -> str:
+        """What it may be, in words."""
+        return "a whole number, at least 0"
+
+    def read(self, value: OptionValue) -> OptionValue | None:
+        """The number that `value` is or spells; None where it is none."""
+        text = str(value)
+        return int(text) if text.isascii() and text.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several words; the first is the default."""
+
+    help: str
+    choices: tuple[str, ...]
+
+    @property
+    def default(self) -> str:
+        """The first of `choices`."""
+        return self.choices[0]
+
+    @property
+    def expected(self) -> str:
+        """What it may be, in words."""
+        return f"one of {', '.join(self.choices)}"
+
+    def read(self, value: OptionValue) -> OptionValue | None:
+        """The choice that `value` names; None where it names none."""
+        text = str(value)
+        return text if text in self.choices else None
+
+
+def complete(
+    engine: str, declared: Mapping[str, EngineOption], given: Mapping[str, OptionValue]
+) -> dict[str, OptionValue]:
+    """Every declared option with its value: as given, or its default.
 
     Raises:
-        InputError: the option is anything else.
+        InputError: an option that the engine does not have, or a value that it cannot take.
     """
-    value = options.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(
-            f"{engine}: option {name}={value} must be a whole number, at least 0.",
-            next_action=f"Write, for example, {engine}:{name}=1.",
-        )
-    return value
-
-
-def choice_option(
-    engine: str, options: Mapping[str, OptionValue], name: str, choices: tuple[str, ...]
-) -> str:
-    """One of `choices`, the first of which is the default.
-
-    Raises:
-        InputError: the option is anything else.
-    """
-    value = str(options.get(name, choices[0]))
-    if value not in choices:
-        raise InputError(
-            f"{engine}: option {name}={value} must be one of {', '.join(choices)}.",
-            next_action=f"Write, for example, {engine}:{name}={choices[-1]}.",
-        )
-    return value
+    for name in given:
+        if name not in declared:
+            known = "; ".join(f"{n} ({option.help})" for n, option in declared.items())
+            raise InputError(
+                f"{engine} has no option {name!r}.",
+                next_action=f"It has: {known}." if known else "It takes none.",
+            )
+    values = {}
+    for name, option in declared.items():
+        value = option.read(given[name]) if name in given else option.default
+        if value is None:
+            raise InputError(
+                f"{engine}: option {name}={given[name]} must be {option.expected}.",
+                next_action=f"Write, for example, {engine}:{name}={option.default}.",
+            )
+        values[name] = value
+    return values

@@ -10,8 +10,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from harness.engines.base import Availability, Engine, OptionValue, SessionInfo, TensorHandle, TopLogits
-from harness.engines.options import choice_option, count_option
+from harness.engines.base import (
+    Availability,
+    Engine,
+    EngineOption,
+    OptionValue,
+    SessionInfo,
+    TensorHandle,
+    TopLogits,
+)
+from harness.engines.options import Choice, Count, complete
 from harness.engines.reduce import top_logits_of
 from harness.engines.tensor_types import dtype_of_array, numpy_dtype
 from harness.errors import EngineFailedError, InputError
@@ -117,11 +125,11 @@ class OracleEngine:
 
     name: str = "oracle"
     description: str = "our own executor in numpy, in fp32 or better"
-    options: Mapping[str, str] = field(
+    options: Mapping[str, EngineOption] = field(
         default_factory=lambda: MappingProxyType(
             {
-                "precision": "what floats are computed in: float32 (default) or float64",
-                "threads": "threads of numpy's BLAS: 1 (default), or 0 to leave the number to it",
+                "precision": Choice("what floats are computed in", _PRECISIONS),
+                "threads": Count("threads of numpy's BLAS; 0 leaves the number to it", default=1),
             }
         )
     )
@@ -132,10 +140,9 @@ class OracleEngine:
 
     def open(self, model: Path, options: Mapping[str, OptionValue]) -> OracleSession:
         """Load `model`; see `harness.engines.base.Engine.open`."""
-        precision = cast(
-            "Literal['float32', 'float64']", choice_option(self.name, options, "precision", _PRECISIONS)
-        )
-        threads = count_option(self.name, options, "threads", 1)
+        values = complete(self.name, self.options, options)
+        precision = cast("Literal['float32', 'float64']", values["precision"])
+        threads = int(values["threads"])
         import numpy as np
 
         from harness.oracle import OracleModel

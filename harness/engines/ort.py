@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness.engines.base import Availability, Engine, OptionValue, SessionInfo
-from harness.engines.options import choice_option, count_option
+from harness.engines.base import Availability, Engine, EngineOption, OptionValue, SessionInfo
+from harness.engines.options import Choice, Count, complete
 from harness.engines.ort_device import DevicePrograms
 from harness.engines.ort_placement import CPU_PROVIDER, placement_of, require_on_device
 from harness.engines.ort_runtime import (
@@ -37,9 +37,9 @@ _OPTIMISATION_LEVELS = {
 _FATAL = 4
 """Log severity: what ONNX Runtime says about an error comes with the exception already."""
 
-_COMMON_OPTIONS = {
-    "threads": "threads within an operator; 0 (default) leaves the number to ONNX Runtime",
-    "opt": "graph optimisation: all (default), extended, basic, disable",
+_COMMON_OPTIONS: dict[str, EngineOption] = {
+    "threads": Count("threads within an operator; 0 leaves the number to ONNX Runtime", default=0),
+    "opt": Choice("graph optimisation", tuple(_OPTIMISATION_LEVELS)),
 }
 
 
@@ -49,7 +49,7 @@ class OrtCpuEngine:
 
     name: str = "ort-cpu"
     description: str = "ONNX Runtime on the CPU"
-    options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(_COMMON_OPTIONS))
+    options: Mapping[str, EngineOption] = field(default_factory=lambda: MappingProxyType(_COMMON_OPTIONS))
 
     def availability(self) -> Availability:
         """Whether exactly one working distribution of ONNX Runtime is installed."""
@@ -57,7 +57,7 @@ class OrtCpuEngine:
 
     def open(self, model: Path, options: Mapping[str, OptionValue]) -> OrtSession:
         """Load `model`; see `harness.engines.base.Engine.open`."""
-        settings = _session_settings(self.name, options)
+        settings = _session_settings(complete(self.name, self.options, options))
         runtime = load_runtime()
         try:
             session = runtime.InferenceSession(
@@ -81,12 +81,12 @@ class OrtCudaEngine:
 
     name: str = "ort-cuda"
     description: str = "ONNX Runtime on an NVIDIA GPU"
-    options: Mapping[str, str] = field(
+    options: Mapping[str, EngineOption] = field(
         default_factory=lambda: MappingProxyType(
             _COMMON_OPTIONS
             | {
-                "device": "index of the CUDA device; 0 is the default",
-                "tf32": "1 rounds fp32 products to TF32 (about 1e-3 relative); 0 (default) does not",
+                "device": Count("index of the CUDA device", default=0),
+                "tf32": Choice("1 rounds fp32 products to TF32 (about 1e-3 relative)", ("0", "1")),
             }
         )
     )
@@ -101,9 +101,9 @@ class OrtCudaEngine:
         Raises:
             InvalidRunError: the session runs on the CPU, or part of the real work does.
         """
-        settings = _session_settings(self.name, options)
-        device = count_option(self.name, options, "device", 0)
-        tf32 = choice_option(self.name, options, "tf32", ("0", "1"))
+        values = complete(self.name, self.options, options)
+        settings = _session_settings(values)
+        device, tf32 = int(values["device"]), str(values["tf32"])
         require(self.name, cuda_availability(device))
         runtime = load_runtime()
         provider = (CUDA_PROVIDER, {"device_id": str(device), "use_tf32": tf32, "enable_cuda_graph": "0"})
@@ -142,11 +142,11 @@ class OrtCudaEngine:
         )
 
 
-def _session_settings(engine: str, options: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+def _session_settings(options: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     """The settings that both providers share, pinned or requested."""
     return {
-        "threads": count_option(engine, options, "threads", 0),
-        "opt": choice_option(engine, options, "opt", tuple(_OPTIMISATION_LEVELS)),
+        "threads": options["threads"],
+        "opt": options["opt"],
         "inter_op_threads": 1,
         "deterministic_compute": False,
     }

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from harness.engines.base import Availability, Engine, OptionValue, Session
+from harness.engines.base import Availability, Engine, EngineOption, OptionValue, Session
+from harness.engines.options import complete
 from harness.errors import EngineUnavailableError, InputError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class _BrokenEngine:
     reason: str
     next_action: str
     description: str = "an installed engine that does not load"
-    options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    options: Mapping[str, EngineOption] = field(default_factory=lambda: MappingProxyType({}))
 
     def availability(self) -> Availability:
         """Never usable."""
@@ -102,10 +103,11 @@ def _load(name: str, entries: set[EntryPoint]) -> Engine:
 def parse_engine(text: str) -> EngineSpec:
     """The engine and options that `name:option=value,option=value` asks for.
 
-    Values are whole numbers, `true`, `false`, or else text. The engine may turn out not to be usable.
+    The engine may turn out not to be usable.
 
     Raises:
-        InputError: no engine has this name (the nearest one is named), or it has no such option.
+        InputError: no engine has this name (the nearest one is named), it has no such option, or the
+            option cannot take the value.
     """
     name, colon, rest = text.partition(":")
     engines = {engine.name: engine for engine in installed_engines()}
@@ -125,29 +127,13 @@ def parse_engine(text: str) -> EngineSpec:
                 f"Engine {text!r}: {part!r} is not of the form option=value.",
                 next_action=f"Write {name}:option=value,option=value.",
             )
-        if option not in engine.options:
-            raise InputError(f"{name} has no option {option!r}.", next_action=_options_of(engine))
         if option in options:
             raise InputError(
                 f"Engine {text!r} gives the option {option!r} twice.", next_action="Give it once."
             )
-        options[option] = _value(value)
-    return EngineSpec(engine, MappingProxyType(options))
-
-
-def _options_of(engine: Engine) -> str:
-    if not engine.options:
-        return "It takes none."
-    return "It has: " + "; ".join(f"{name} ({what})" for name, what in engine.options.items()) + "."
-
-
-def _value(text: str) -> OptionValue:
-    if text in ("true", "false"):
-        return text == "true"
-    try:
-        return int(text)
-    except ValueError:
-        return text
+        options[option] = value
+    values = complete(name, engine.options, options)
+    return EngineSpec(engine, MappingProxyType({option: values[option] for option in options}))
 
 
 def default_candidate() -> Engine:

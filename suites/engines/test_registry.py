@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from harness.engines import registry
-from harness.engines.base import Availability, OptionValue, Session
+from harness.engines.base import Availability, EngineOption, OptionValue, Session
+from harness.engines.options import Choice, Count
 from harness.engines.registry import default_candidate, installed_engines, parse_engine
 from harness.errors import EngineUnavailableError, InputError
 
@@ -24,7 +25,9 @@ class FakeEngine:
     name: str
     usable: bool = True
     description: str = "for tests"
-    options: Mapping[str, str] = field(default_factory=lambda: {"threads": "how many", "mode": "which"})
+    options: Mapping[str, EngineOption] = field(
+        default_factory=lambda: {"threads": Count("how many", 0), "mode": Choice("which", ("slow", "fast"))}
+    )
 
     def availability(self) -> Availability:
         """As it was made."""
@@ -67,11 +70,23 @@ def test_a_plain_name_has_no_options() -> None:
     assert (spec.name, dict(spec.options)) == ("ort-cpu", {})
 
 
-def test_options_are_numbers_flags_or_text(install) -> None:
-    """Values are typed by how they are written."""
-    install(one=FakeEngine("one", options=dict.fromkeys("abc", "help")))
+def test_options_are_read_as_the_engine_declares_them(install) -> None:
+    """A count becomes a number, a choice stays a word; what is not given is left to the engine."""
+    install(one=FakeEngine("one"))
 
-    assert dict(parse_engine("one:a=3,b=true,c=disable").options) == {"a": 3, "b": True, "c": "disable"}
+    assert dict(parse_engine("one:threads=3,mode=fast").options) == {"threads": 3, "mode": "fast"}
+    assert dict(parse_engine("one:mode=slow").options) == {"mode": "slow"}
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "many", "true", "\u0663"])
+def test_a_value_that_an_option_cannot_take_is_bad_input(install, value: str) -> None:
+    """Said when the engine is named, before any package is read: the option, the rule, an example."""
+    install(one=FakeEngine("one"))
+
+    with pytest.raises(InputError, match=f"threads={value} must be a whole number.*one:threads=0"):
+        parse_engine(f"one:threads={value}")
+    with pytest.raises(InputError, match="must be one of slow, fast"):
+        parse_engine(f"one:mode={value}")
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("ort_cpu", "ort-cpu"), ("nrxt", "nxrt"), ("oracel", "oracle")])
