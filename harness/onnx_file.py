@@ -1,21 +1,23 @@
 """The parts of an `.onnx` file that can be read without loading the model: ports and file names.
 
 Field numbers are those of `onnx.proto` (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto). The
-file is mapped into memory and read through `harness.wire`, so weights are never touched.
+file is mapped into memory and read through `harness.wire`, so weights are never touched. A file may be
+damaged or made to harm: what is kept of it is bounded by its size, and nothing recurses.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 from harness import wire
 from harness.errors import InputError
 
-__all__ = ["GraphHeader", "ModelFile", "ValueHeader", "open_model"]
+__all__ = ["ModelFile", "Shape", "open_model"]
 
 ELEMENT_TYPES = (
     None,
@@ -50,8 +52,7 @@ ELEMENT_TYPES = (
 )
 """`TensorProto.DataType` by number, in numpy's spelling."""
 
-_MODEL_GRAPH, _MODEL_OPSETS, _MODEL_FUNCTIONS = 7, 8, 25
-_OPSET_DOMAIN, _OPSET_VERSION = 1, 2
+_MODEL_GRAPH, _MODEL_FUNCTIONS = 7, 25
 _GRAPH_NODES, _GRAPH_INITIALIZERS, _GRAPH_INPUTS, _GRAPH_OUTPUTS, _GRAPH_SPARSE = 1, 5, 11, 12, 15
 _FUNCTION_NODES = 7
 _NODE_ATTRIBUTES = 5
@@ -66,32 +67,26 @@ _TENSOR_TYPE_ELEMENT, _TENSOR_TYPE_SHAPE = 1, 2
 _SHAPE_AXES = 1
 _AXIS_EXTENT, _AXIS_SYMBOL = 1, 2
 _EXTERNAL = 1
+_LOCATION_KEY = b"location"
+_NESTED: dict[str, dict[int, str]] = {
+    "model": {_MODEL_GRAPH: "graph", _MODEL_FUNCTIONS: "function"},
+    "graph": {_GRAPH_NODES: "node", _GRAPH_INITIALIZERS: "tensor", _GRAPH_SPARSE: "sparse"},
+    "function": {_FUNCTION_NODES: "node"},
+    "node": {_NODE_ATTRIBUTES: "attribute"},
+    "attribute": {
+        **dict.fromkeys(_ATTRIBUTE_TENSORS, "tensor"),
+        **dict.fromkeys(_ATTRIBUTE_GRAPHS, "graph"),
+        **dict.fromkeys(_ATTRIBUTE_SPARSE, "sparse"),
+    },
+    "sparse": {_SPARSE_VALUES: "tensor", _SPARSE_INDICES: "tensor"},
+}
+"""Fields of each message that can hold tensors, with the message that they hold."""
 
+_GRAPH_HEADER = frozenset({_GRAPH_INITIALIZERS, _GRAPH_INPUTS, _GRAPH_OUTPUTS, _GRAPH_SPARSE})
+_DEEPEST_MESSAGE = 100  # what protobuf itself allows
 
-@dataclass(frozen=True, slots=True)
-class ValueHeader:
-    """Name, element type and shape of a graph input or output; see `harness.ports.Port`."""
-
-    name: str
-    dtype: str | None
-    shape: tuple[int | str | None, ...] | None
-
-
-@dataclass(slots=True)
-class GraphHeader:
-    """What a graph says about itself outside its nodes and weights.
-
-    Attributes:
-        inputs: graph inputs, initialisers that are listed among them included.
-        outputs: graph outputs.
-        initializers: names of the graph's weights, dense and sparse.
-        opsets: version of each operator set, by domain (`""` is the standard one).
-    """
-
-    inputs: list[ValueHeader] = field(default_factory=list)
-    outputs: list[ValueHeader] = field(default_factory=list)
-    initializers: list[str] = field(default_factory=list)
-    opsets: dict[str, int] = field(default_factory=dict)
+Shape: TypeAlias = "tuple[int | str | None, ...] | None"
+_ValueT = TypeVar("_ValueT")
 
 
 @contextmanager
@@ -110,88 +105,144 @@ def open_model(path: Path | str) -> Iterator[ModelFile]:
         reason = error.strerror or str(error)
         raise InputError(f"{path} cannot be read: {reason}.", next_action="Check the path.") from error
     with mapped, memoryview(mapped) as view:
-        yield ModelFile(view)
+        yield ModelFile(view, mapped)
+
+
+class _Budget:
+    """How much may be kept of a file: many ports in few bytes stand only in a file made to harm.
+
+    A file gets a base and twice its own size. Costs are about what CPython needs, in bytes.
+    """
+
+    _BASE = 8 << 20
+    _PER_BYTE = 2
+    PORT = 160
+    AXIS = 8
+    OBJECT = 80
+    PLACE = 48
+
+    def __init__(self, size: int) -> None:
+        self._left = self._BASE + self._PER_BYTE * size
+        self._shared: dict[int | str, int | str] = {}
+
+    def spend(self, cost: int) -> None:
+        """Account for `cost` bytes."""
+        self._left -= cost
+        if self._left < 0:
+            raise wire.WireError("it describes more than a model of its size can")
+
+    def shared(self, extent: int | str) -> int | str:
+        """`extent`, as one object wherever it occurs: symbols and extents repeat from port to port."""
+        known = self._shared.get(extent)
+        if known is None:
+            self.spend(2 * self.OBJECT)
+            known = self._shared[extent] = extent
+        return known
 
 
 class ModelFile:
     """An `.onnx` file in memory. Every method raises `wire.WireError` where the bytes are no model."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, mapped: mmap.mmap) -> None:
         self._data = data
+        self._mapped = mapped
+        self._budget = _Budget(len(data))
 
-    def graph_header(self) -> GraphHeader:
-        """Read the main graph's header. Several `graph` fields merge, as protobuf has it."""
-        header = GraphHeader()
-        found = False
-        for number, kind, start, end in wire.fields(self._data, 0, len(self._data)):
-            if number == _MODEL_GRAPH and kind == wire.BYTES:
-                found = True
-                self._read_graph(header, start, end)
-            elif number == _MODEL_OPSETS and kind == wire.BYTES:
-                domain, version = self._opset(start, end)
-                header.opsets[domain] = version
-        if not found:
+    def ports(self, make: Callable[[str, str | None, Shape], _ValueT]) -> tuple[list[_ValueT], list[_ValueT]]:
+        """The main graph's inputs and outputs, in file order, each made of its name, dtype and shape.
+
+        Initialisers that are listed as inputs are left out. Several `graph` fields merge, as protobuf
+        has it.
+        """
+        graphs = [
+            (start, end)
+            for _, kind, start, end in wire.fields(self._data, 0, len(self._data), only=(_MODEL_GRAPH,))
+            if kind == wire.BYTES
+        ]
+        if not graphs:
             raise wire.WireError("it holds no graph")
-        return header
+        inputs: list[_ValueT] = []
+        outputs: list[_ValueT] = []
+        names: list[str] = []
+        weight_places = array("Q")
+        for start, end in graphs:
+            for number, kind, first, last in wire.fields(self._data, start, end, only=_GRAPH_HEADER):
+                if kind != wire.BYTES:
+                    continue
+                if number in (_GRAPH_INITIALIZERS, _GRAPH_SPARSE):
+                    self._budget.spend(_Budget.PLACE)
+                    weight_places.extend((number, first, last))
+                    continue
+                name, dtype, shape = self._value(first, last)
+                if number == _GRAPH_OUTPUTS:
+                    outputs.append(make(name, dtype, shape))
+                else:
+                    names.append(name)
+                    inputs.append(make(name, dtype, shape))
+        weights = self._weights_among(frozenset(names), weight_places)
+        if weights:
+            inputs = [value for name, value in zip(names, inputs, strict=True) if name not in weights]
+        return inputs, outputs
 
     def external_locations(self) -> tuple[str, ...]:
         """Locations of external data, each once, in the order in which the file names them."""
-        data = self._data
         locations: dict[str, None] = {}
-        pending: list[tuple[str, int, int]] = [("model", 0, len(data))]
-        found = False
-        # An explicit stack: a hostile file may nest deeper than Python's own.
-        while pending:
-            message, start, end = pending.pop()
-            if message == "tensor":
-                location = self._external_location(start, end)
-                if location is not None:
-                    locations.setdefault(location)
+        has_graph = False
+        # A stack of readers, one for each open message: a hostile file may nest deeper than Python's own.
+        readers = [("model", wire.fields(self._data, 0, len(self._data), only=_NESTED["model"]))]
+        while readers:
+            message, reader = readers[-1]
+            child = next(
+                (
+                    (_NESTED[message][number], start, end)
+                    for number, kind, start, end in reader
+                    if kind == wire.BYTES
+                ),
+                None,
+            )
+            if child is None:
+                readers.pop()
                 continue
-            nested = _NESTED[message]
-            children = [
-                (nested[number], first, last)
-                for number, kind, first, last in wire.fields(data, start, end)
-                if kind == wire.BYTES and number in nested
-            ]
-            found = found or any(child == "graph" for child, _, _ in children)
-            pending.extend(reversed(children))
-        if not found:
+            kind_of_child, start, end = child
+            if kind_of_child == "tensor":
+                location = self._external_location(start, end)
+                if location is not None and location not in locations:
+                    self._budget.spend(2 * _Budget.OBJECT + len(location))
+                    locations[location] = None
+                continue
+            has_graph = has_graph or kind_of_child == "graph"
+            if kind_of_child == "node" and self._mapped.find(_LOCATION_KEY, start, end) < 0:
+                continue  # most nodes hold no tensor, and a search for bytes is much faster than parsing
+            if len(readers) == _DEEPEST_MESSAGE:
+                raise wire.WireError(f"messages nested more than {_DEEPEST_MESSAGE} deep at offset {start}")
+            only = _NESTED[kind_of_child]
+            readers.append((kind_of_child, wire.fields(self._data, start, end, only=only)))
+        if not has_graph:
             raise wire.WireError("it holds no graph")
         return tuple(locations)
 
-    def _read_graph(self, header: GraphHeader, start: int, end: int) -> None:
-        for number, kind, first, last in wire.fields(self._data, start, end):
-            if kind != wire.BYTES or number == _GRAPH_NODES:
-                continue
-            if number == _GRAPH_INPUTS:
-                header.inputs.append(self._value(first, last))
-            elif number == _GRAPH_OUTPUTS:
-                header.outputs.append(self._value(first, last))
-            elif number == _GRAPH_INITIALIZERS:
-                header.initializers.append(self._string_field(first, last, _TENSOR_NAME))
-            elif number == _GRAPH_SPARSE:
-                for inner, inner_kind, one, two in wire.fields(self._data, first, last):
-                    if inner == _SPARSE_VALUES and inner_kind == wire.BYTES:
-                        header.initializers.append(self._string_field(one, two, _TENSOR_NAME))
-
-    def _opset(self, start: int, end: int) -> tuple[str, int]:
-        domain, version = "", 0
-        for number, kind, first, last in wire.fields(self._data, start, end):
-            if number == _OPSET_DOMAIN and kind == wire.BYTES:
-                domain = wire.text(self._data, first, last)
-            elif number == _OPSET_VERSION and kind == wire.VARINT:
-                version = wire.signed(first)
-        return domain, version
+    def _weights_among(self, names: frozenset[str], places: array[int]) -> set[str]:
+        """Those of `names` that are initialisers; `places` has field number, start and end of each."""
+        found: set[str] = set()
+        for number, first, last in zip(places[::3], places[1::3], places[2::3], strict=True):
+            tensors = [(first, last)]
+            if number == _GRAPH_SPARSE:
+                parts = wire.fields(self._data, first, last, only=(_SPARSE_VALUES,))
+                tensors = [(one, two) for _, kind, one, two in parts if kind == wire.BYTES]
+            for one, two in tensors:
+                name = self._string_field(one, two, _TENSOR_NAME)
+                if name in names:
+                    found.add(name)
+        return found
 
     def _string_field(self, start: int, end: int, wanted: int) -> str:
         found = ""
-        for number, kind, first, last in wire.fields(self._data, start, end):
-            if number == wanted and kind == wire.BYTES:
+        for _, kind, first, last in wire.fields(self._data, start, end, only=(wanted,)):
+            if kind == wire.BYTES:
                 found = wire.text(self._data, first, last)
         return found
 
-    def _value(self, start: int, end: int) -> ValueHeader:
+    def _value(self, start: int, end: int) -> tuple[str, str | None, Shape]:
         name = ""
         dtype: str | None = None
         axes: list[int | str | None] | None = None
@@ -208,7 +259,8 @@ class ModelFile:
                         dtype, axes = _TYPE_OTHERS[inner], None
                     elif inner == _TYPE_TENSOR:
                         dtype, axes = self._tensor_type(one, two, dtype, axes)
-        return ValueHeader(name=name, dtype=dtype, shape=None if axes is None else tuple(axes))
+        self._budget.spend(_Budget.PORT + len(name))
+        return name, dtype, None if axes is None else tuple(axes)
 
     def _tensor_type(
         self, start: int, end: int, dtype: str | None, axes: list[int | str | None] | None
@@ -223,6 +275,7 @@ class ModelFile:
                 axes = [] if axes is None else axes
                 for inner, inner_kind, one, two in wire.fields(self._data, first, last):
                     if inner == _SHAPE_AXES and inner_kind == wire.BYTES:
+                        self._budget.spend(2 * _Budget.AXIS)
                         axes.append(self._axis(one, two))
         return dtype, axes
 
@@ -233,7 +286,7 @@ class ModelFile:
                 axis = wire.signed(first)
             elif number == _AXIS_SYMBOL and kind == wire.BYTES:
                 axis = wire.text(self._data, first, last) or None
-        return axis
+        return None if axis is None else self._budget.shared(axis)
 
     def _external_location(self, start: int, end: int) -> str | None:
         location: str | None = None
@@ -244,22 +297,7 @@ class ModelFile:
             elif (
                 number == _TENSOR_EXTERNAL_DATA
                 and kind == wire.BYTES
-                and self._string_field(first, last, _ENTRY_KEY) == "location"
+                and self._string_field(first, last, _ENTRY_KEY) == _LOCATION_KEY.decode()
             ):
                 location = self._string_field(first, last, _ENTRY_VALUE)
         return location if external else None
-
-
-_NESTED: dict[str, dict[int, str]] = {
-    "model": {_MODEL_GRAPH: "graph", _MODEL_FUNCTIONS: "function"},
-    "graph": {_GRAPH_NODES: "node", _GRAPH_INITIALIZERS: "tensor", _GRAPH_SPARSE: "sparse"},
-    "function": {_FUNCTION_NODES: "node"},
-    "node": {_NODE_ATTRIBUTES: "attribute"},
-    "attribute": {
-        **dict.fromkeys(_ATTRIBUTE_TENSORS, "tensor"),
-        **dict.fromkeys(_ATTRIBUTE_GRAPHS, "graph"),
-        **dict.fromkeys(_ATTRIBUTE_SPARSE, "sparse"),
-    },
-    "sparse": {_SPARSE_VALUES: "tensor", _SPARSE_INDICES: "tensor"},
-}
-"""Fields of each message that can hold tensors, with the message that they hold."""

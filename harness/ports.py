@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from harness.errors import InputError
-from harness.onnx_file import ValueHeader, open_model
+from harness.onnx_file import open_model
 from harness.wire import WireError
 
 __all__ = [
@@ -63,12 +63,8 @@ def read_ports(path: Path | str) -> PortInventory:
         InputError: the file cannot be read, or is no ONNX model.
     """
     with open_model(path) as model:
-        graph = _parsed(path, model.graph_header)
-    weights = frozenset(graph.initializers)
-    return PortInventory(
-        inputs=tuple(_port(value) for value in graph.inputs if value.name not in weights),
-        outputs=tuple(_port(value) for value in graph.outputs),
-    )
+        inputs, outputs = _parsed(path, lambda: model.ports(Port))
+    return PortInventory(tuple(inputs), tuple(outputs))
 
 
 def read_external_files(path: Path | str) -> tuple[str, ...]:
@@ -153,10 +149,6 @@ def _port_from_argument(argument: Any) -> Port:
         if shape is None
         else tuple(axis if isinstance(axis, int | str) else None for axis in shape),
     )
-
-
-def _port(value: ValueHeader) -> Port:
-    return Port(name=value.name, dtype=value.dtype, shape=value.shape)
 
 
 def _parsed(path: Path | str, parse: Callable[[], _Parsed]) -> _Parsed:

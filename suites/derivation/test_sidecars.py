@@ -518,7 +518,7 @@ PUBLISHED_IO_RULES: Mapping[str, Any] = {
 
 @pytest.mark.parametrize("name", WRITABLE)
 def test_a_written_io_block_keeps_the_published_rules(name: str) -> None:
-    """Field names, required parts of a pair and of a static cache, and lists that pair position by position."""
+    """Field names, required parts of a pair and of a static cache, and lists that pair by position."""
     wanted = topology(WRITABLE[name], declared=ODD_BLOCK if name == "odd_names" else None)
     block = sidecar_of(WRITABLE[name], wanted, "inference-metadata")["model"]["io"]
     jsonschema.validate(block, PUBLISHED_IO_RULES)
