@@ -1,4 +1,4 @@
-"""ONNX's own node tests, read from the installed onnx, and a short way to run one node."""
+"""ONNX's own node tests, read from the installed onnx, and short ways to run one node."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import helper
 
@@ -118,6 +119,56 @@ def save_node(
     opsets = [helper.make_opsetid("", opset)] + ([helper.make_opsetid(domain, 1)] if domain else [])
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
     return path
+
+
+TOLERANCE = 1e-5
+"""Largest difference relative to the largest expected value: ten times what fp32 sums of a few hundred
+terms in another order may differ."""
+
+
+@pytest.fixture
+def against_ort(tmp_path: Path) -> Callable[..., None]:
+    """Runs a node on ONNX Runtime and on the oracle, in both precisions, and compares all outputs."""
+
+    def run(
+        op_type: str,
+        inputs: list[Any],
+        *,
+        outputs: int = 1,
+        domain: str = "com.microsoft",
+        unnamed: tuple[int, ...] = (),
+        constants: tuple[int, ...] = (),
+        **attributes: Any,
+    ) -> None:
+        path = save_node(
+            tmp_path / "node.onnx",
+            op_type,
+            inputs,
+            outputs=outputs,
+            domain=domain,
+            opset=22,
+            constants=constants,
+            **attributes,
+        )
+        model = onnx.load(path)
+        for index in sorted(unnamed, reverse=True):
+            model.graph.node[0].output[index] = ""
+            del model.graph.output[index]
+        onnx.save(model, path)
+        feeds = {f"x{i}": x for i, x in enumerate(inputs) if x is not None and i not in constants}
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        names = [port.name for port in model.graph.output]
+        expected = session.run(names, feeds)
+        for precision in ("float32", "float64"):
+            got = OracleModel.load(path, precision=precision).run(feeds, names)
+            for name, want in zip(names, expected, strict=True):
+                assert got[name].shape == want.shape, name
+                scale = float(np.abs(want).max(initial=1e-30))
+                assert float(np.abs(got[name] - want).max(initial=0.0)) <= TOLERANCE * scale, name
+
+    return run
 
 
 @pytest.fixture(scope="session")

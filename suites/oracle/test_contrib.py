@@ -2,67 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 
 from harness.errors import EngineFailedError
 from harness.oracle import OracleModel
 
 CONTRIB = "com.microsoft"
-TOLERANCE = 1e-5
-"""Largest difference relative to the largest expected value: ten times what fp32 sums of a few hundred
-terms in another order may differ."""
-
-
-@pytest.fixture
-def compare(tmp_path: Path, save_one_node: Callable[..., Path]) -> Callable[..., None]:
-    """Runs a node on ONNX Runtime and on the oracle, in both precisions, and compares all outputs."""
-
-    def run(
-        op_type: str,
-        inputs: Sequence[Any],
-        *,
-        outputs: int = 1,
-        domain: str = CONTRIB,
-        unnamed: Sequence[int] = (),
-        constants: tuple[int, ...] = (),
-        **attributes: Any,
-    ) -> None:
-        path = save_one_node(
-            tmp_path / "node.onnx",
-            op_type,
-            list(inputs),
-            outputs=outputs,
-            domain=domain,
-            opset=22,
-            constants=constants,
-            **attributes,
-        )
-        model = onnx.load(path)
-        for index in sorted(unnamed, reverse=True):
-            model.graph.node[0].output[index] = ""
-            del model.graph.output[index]
-        onnx.save(model, path)
-        feeds = {f"x{i}": x for i, x in enumerate(inputs) if x is not None and i not in constants}
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        names = [port.name for port in model.graph.output]
-        expected = session.run(names, feeds)
-        for precision in ("float32", "float64"):
-            got = OracleModel.load(path, precision=precision).run(feeds, names)
-            for name, want in zip(names, expected, strict=True):
-                assert got[name].shape == want.shape, name
-                scale = float(np.abs(want).max(initial=1e-30))
-                assert float(np.abs(got[name] - want).max(initial=0.0)) <= TOLERANCE * scale, name
-
-    return run
 
 
 def floats(random: np.random.RandomState, *shape: int) -> np.ndarray:
@@ -105,7 +55,7 @@ GQA_CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", GQA_CASES.values(), ids=GQA_CASES)
 def test_group_query_attention(
-    case: dict[str, Any], compare: Callable[..., None], seeded: np.random.RandomState
+    case: dict[str, Any], against_ort: Callable[..., None], seeded: np.random.RandomState
 ) -> None:
     """Output and grown caches are those of ONNX Runtime, for each attribute and layout that it takes."""
     case = dict(case)
@@ -132,7 +82,7 @@ def test_group_query_attention(
     inputs = [*qkv, *pasts, last, np.array(total, np.int32), *tables, positions, bias, sink]
     while inputs[-1] is None:
         inputs.pop()
-    compare("GroupQueryAttention", inputs, outputs=3, num_heads=heads, kv_num_heads=kv_heads, **case)
+    against_ort("GroupQueryAttention", inputs, outputs=3, num_heads=heads, kv_num_heads=kv_heads, **case)
 
 
 ROTARY_CASES: dict[str, dict[str, Any]] = {
@@ -153,7 +103,7 @@ ROTARY_CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", ROTARY_CASES.values(), ids=ROTARY_CASES)
 def test_rotary_embedding(
-    case: dict[str, Any], compare: Callable[..., None], seeded: np.random.RandomState
+    case: dict[str, Any], against_ort: Callable[..., None], seeded: np.random.RandomState
 ) -> None:
     """Every layout and form of ONNX Runtime's RotaryEmbedding."""
     case = dict(case)
@@ -162,7 +112,7 @@ def test_rotary_embedding(
     angles = floats(seeded, 32, case.pop("turned", width) // 2)
     positions = np.array([5]) if case.pop("first_only", False) else seeded.randint(0, 32, (batch, count))
     inputs = [floats(seeded, *shape), positions.astype(np.int64), np.cos(angles), np.sin(angles)]
-    compare("RotaryEmbedding", inputs, **case)
+    against_ort("RotaryEmbedding", inputs, **case)
 
 
 def n_bit_inputs(
@@ -188,22 +138,29 @@ ZERO_POINTS += [(8, "none"), (8, "packed")]
 @pytest.mark.parametrize(("bits", "zero"), ZERO_POINTS)
 @pytest.mark.parametrize(("block", "k"), [(16, 48), (32, 64), (32, 80), (128, 256)])
 def test_matmul_n_bits(
-    bits: int, zero: str, block: int, k: int, compare: Callable[..., None], seeded: np.random.RandomState
+    bits: int,
+    zero: str,
+    block: int,
+    k: int,
+    against_ort: Callable[..., None],
+    seeded: np.random.RandomState,
 ) -> None:
     """Every width, block (a ragged last one too) and kind of zero point, at accuracy level 1 (fp32)."""
     packed, scales, zeros = n_bit_inputs(seeded, bits=bits, block=block, k=k, n=24, zero=zero)
     inputs = [floats(seeded, 2, 3, k), packed, scales] + ([] if zeros is None else [zeros])
     weights = tuple(range(1, len(inputs)))
-    compare(
+    against_ort(
         "MatMulNBits", inputs, constants=weights, bits=bits, block_size=block, N=24, K=k, accuracy_level=1
     )
 
 
-def test_matmul_n_bits_adds_its_bias(compare: Callable[..., None], seeded: np.random.RandomState) -> None:
+def test_matmul_n_bits_adds_its_bias(against_ort: Callable[..., None], seeded: np.random.RandomState) -> None:
     """The sixth input is added to each row."""
     packed, scales, zeros = n_bit_inputs(seeded, bits=4, block=32, k=64, n=24, zero="packed")
     inputs = [floats(seeded, 3, 64), packed, scales, zeros, None, floats(seeded, 24)]
-    compare("MatMulNBits", inputs, constants=(1, 2, 3), bits=4, block_size=32, N=24, K=64, accuracy_level=1)
+    against_ort(
+        "MatMulNBits", inputs, constants=(1, 2, 3), bits=4, block_size=32, N=24, K=64, accuracy_level=1
+    )
 
 
 @pytest.mark.parametrize("resident", [0, 1 << 20], ids=["tile by tile", "kept"])
@@ -255,31 +212,38 @@ def test_matmul_n_bits_by_definition(
 @pytest.mark.parametrize("skip_shape", [(2, 3, 32), (1, 3, 32), (3, 32)])
 @pytest.mark.parametrize("vectors", [1, 2], ids=["gamma", "gamma and bias"])
 def test_skip_simplified_layer_normalization(
-    skip_shape: tuple[int, ...], vectors: int, compare: Callable[..., None], seeded: np.random.RandomState
+    skip_shape: tuple[int, ...],
+    vectors: int,
+    against_ort: Callable[..., None],
+    seeded: np.random.RandomState,
 ) -> None:
     """The result and the sum, with a skip that broadcasts and an optional bias."""
     inputs = [floats(seeded, 2, 3, 32), floats(seeded, *skip_shape)]
     inputs += [floats(seeded, 32) for _ in range(vectors)]
-    compare("SkipSimplifiedLayerNormalization", inputs, outputs=4, unnamed=(1, 2), epsilon=1e-6)
+    against_ort("SkipSimplifiedLayerNormalization", inputs, outputs=4, unnamed=(1, 2), epsilon=1e-6)
 
 
 @pytest.mark.parametrize("beta", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_skip_layer_normalization(
-    beta: bool, bias: bool, compare: Callable[..., None], seeded: np.random.RandomState
+    beta: bool, bias: bool, against_ort: Callable[..., None], seeded: np.random.RandomState
 ) -> None:
     """The result and the sum, with and without beta and bias."""
     x, skip, gamma = floats(seeded, 2, 3, 32), floats(seeded, 2, 3, 32), floats(seeded, 32)
     inputs = [x, skip, gamma, floats(seeded, 32) if beta else None, floats(seeded, 32) if bias else None]
     while inputs[-1] is None:
         inputs.pop()
-    compare("SkipLayerNormalization", inputs, outputs=4, unnamed=(1, 2), epsilon=1e-6)
+    against_ort("SkipLayerNormalization", inputs, outputs=4, unnamed=(1, 2), epsilon=1e-6)
 
 
-def test_simplified_layer_normalization(compare: Callable[..., None], seeded: np.random.RandomState) -> None:
+def test_simplified_layer_normalization(
+    against_ort: Callable[..., None], seeded: np.random.RandomState
+) -> None:
     """ONNX Runtime's name for RMS normalisation, which stands in the standard domain."""
     inputs = [floats(seeded, 2, 3, 32), floats(seeded, 32)]
-    compare("SimplifiedLayerNormalization", inputs, outputs=2, domain="", epsilon=1e-6, axis=-1, stash_type=1)
+    against_ort(
+        "SimplifiedLayerNormalization", inputs, outputs=2, domain="", epsilon=1e-6, axis=-1, stash_type=1
+    )
 
 
 CONV_CASES: dict[str, dict[str, Any]] = {
@@ -298,7 +262,7 @@ CONV_CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CONV_CASES.values(), ids=CONV_CASES)
 def test_causal_conv_with_state(
-    case: dict[str, Any], compare: Callable[..., None], seeded: np.random.RandomState
+    case: dict[str, Any], against_ort: Callable[..., None], seeded: np.random.RandomState
 ) -> None:
     """Output and carried state, for each attribute that ONNX Runtime's CPU kernel takes."""
     case = dict(case)
@@ -309,7 +273,7 @@ def test_causal_conv_with_state(
     past = floats(seeded, batch, *((reach, channels) if last else (channels, reach)))
     bias = floats(seeded, channels) if case.pop("bias", True) else None
     inputs = [x, floats(seeded, channels, 1, taps), bias, past if case.pop("past", True) else None]
-    compare("CausalConvWithState", inputs, outputs=2, **case)
+    against_ort("CausalConvWithState", inputs, outputs=2, **case)
 
 
 LINEAR_CASES: dict[str, dict[str, Any]] = {
@@ -331,11 +295,11 @@ LINEAR_CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", LINEAR_CASES.values(), ids=LINEAR_CASES)
 def test_linear_attention(
-    case: dict[str, Any], compare: Callable[..., None], seeded: np.random.RandomState
+    case: dict[str, Any], against_ort: Callable[..., None], seeded: np.random.RandomState
 ) -> None:
     """Every update rule, shape of decay and beta, and sharing of heads."""
     inputs, attributes = linear_attention(seeded, **case)
-    compare("LinearAttention", inputs, outputs=2, **attributes)
+    against_ort("LinearAttention", inputs, outputs=2, **attributes)
 
 
 def linear_attention(

@@ -359,6 +359,7 @@ def test_narrow_floats_are_computed_in_the_oracles_precision(
     random = np.random.RandomState(1)
     weight = random.uniform(0.5, 1.5, (256, 300)).astype(dtype)
     x = random.uniform(0.5, 1.5, (2, 256)).astype(dtype)
+    outputs = ["root", "picked", "turned", "rooted"]
     path = save(
         tmp_path / "m.onnx",
         [
@@ -367,13 +368,14 @@ def test_narrow_floats_are_computed_in_the_oracles_precision(
             node("Sqrt", ["narrow"], ["root"]),
             node("Gather", ["w", "rows"], ["picked"]),
             node("Transpose", ["w"], ["turned"]),
+            node("Sqrt", ["w"], ["rooted"]),
         ],
         [value("x", elem_type, ["n", 256]), value("rows", TensorProto.INT64, ["m"])],
-        [value("root", elem_type), value("picked", elem_type), value("turned", elem_type)],
+        [value(name, elem_type) for name in outputs],
         {"w": weight},
     )
     model = OracleModel.load(path, precision=precision, resident_limit=resident)
-    results = model.run({"x": x, "rows": np.array([3, 0])}, ["root", "picked", "turned"])
+    results = model.run({"x": x, "rows": np.array([3, 0])}, outputs)
 
     wide = weight.astype(precision)
     assert {array.dtype for array in results.values()} == {np.dtype(precision)}
@@ -381,6 +383,7 @@ def test_narrow_floats_are_computed_in_the_oracles_precision(
     np.testing.assert_allclose(results["root"], expected, rtol={"float32": 1e-6, "float64": 1e-14}[precision])
     np.testing.assert_array_equal(results["picked"], wide[[3, 0]])
     np.testing.assert_array_equal(results["turned"], wide.T)
+    np.testing.assert_array_equal(results["rooted"], np.sqrt(wide))
     fed_wide = model.run({"x": x.astype(np.float32), "rows": np.array([3, 0])}, ["root"])["root"]
     np.testing.assert_array_equal(fed_wide, results["root"])
 
@@ -484,7 +487,28 @@ def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:
         OracleModel.load(tmp_path / "none.onnx", precision="float16")  # type: ignore[arg-type]
 
 
-# --- independence
+# --- threads and independence
+
+
+def test_blas_has_one_thread_while_a_graph_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit holds during a run and is lifted after it; 0 leaves the number to BLAS."""
+    from threadpoolctl import threadpool_info, threadpool_limits
+
+    def threads() -> list[int]:
+        return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+    path = save(tmp_path / "m.onnx", [node("Neg", ["x"], ["y"])], [value("x", shape=[1])], [value("y")])
+    for asked, expected in ((1, 1), (0, 2)):
+        model, seen = OracleModel.load(path, threads=asked), []
+        run = model._body.run
+        monkeypatch.setattr(
+            model._body, "run", lambda *given, run=run, seen=seen: seen.extend(threads()) or run(*given)
+        )
+        with threadpool_limits(limits=2, user_api="blas"):
+            model.run({"x": np.ones(1, np.float32)}, ["y"])
+            assert seen == [expected] * len(seen)
+            assert seen
+            assert threads() == [2] * len(seen)
 
 
 def test_the_oracle_imports_no_runtime(tmp_path: Path, save_one_node: Callable[..., Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 from harness.oracle.precision import Precision
 
 _TILE_ROWS = 256
-"""Output features that are dequantised together where the whole weight may not stay in memory."""
+"""Output features that are dequantised together."""
 
 
 @kernel("MatMulNBits", domain=CONTRIB, raw=(1, 2, 3, 5))
@@ -54,15 +55,22 @@ def _matmul_n_bits(node: Node) -> Compute:
         packed = packed.reshape(rows, blocks, -1)
         scales = scales.reshape(rows, blocks)
         zeros = None if zeros is None else zeros.reshape(rows, -1)
+
+        def tiles() -> Iterator[tuple[slice, Tensor]]:
+            """Rows of the weight, a few at a time so that they stay in the processor's cache."""
+            for start in range(0, rows, _TILE_ROWS):
+                tile = slice(start, start + _TILE_ROWS)
+                yield tile, dequantise(packed[tile], scales[tile], None if zeros is None else zeros[tile])
+
+        if keeps and not kept:
+            kept.append(np.empty((rows, depth), dtype=precision.dtype))
+            for tile, weight in tiles():
+                kept[0][tile] = weight
         if keeps:
-            if not kept:
-                kept.append(dequantise(packed, scales, zeros))
             y = np.matmul(tokens, kept[0].T)
         else:
             y = np.empty((len(tokens), rows), dtype=precision.dtype)
-            for start in range(0, rows, _TILE_ROWS):
-                tile = slice(start, start + _TILE_ROWS)
-                weight = dequantise(packed[tile], scales[tile], None if zeros is None else zeros[tile])
+            for tile, weight in tiles():
                 y[:, tile] = np.matmul(tokens, weight.T)
         if bias is not None:
             y = y + precision.widen(bias)
