@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import numpy as np
 
-from harness.errors import InputError
+from harness.errors import EngineFailedError, InputError
 from harness.oracle.blas import blas_threads
 from harness.oracle.executor import Body, Program
 from harness.oracle.planner import Budget, Planner
@@ -64,6 +64,7 @@ class OracleModel:
         self._body = body
         self._threads = threads
         self._feeds = [_Feed.of(port, spec, precision) for port, spec in zip(ports, self.inputs, strict=True)]
+        self._names = frozenset(spec.name for spec in self.inputs)
         self._slots = {spec.name: slot for spec, slot in zip(self.outputs, body.outputs, strict=True)}
         self._programs: dict[tuple[str, ...], Program] = {}
 
@@ -123,7 +124,7 @@ class OracleModel:
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._body.program(self._slot(name) for name in key)
-        unknown = feeds.keys() - {feed.name for feed in self._feeds}
+        unknown = feeds.keys() - self._names
         if unknown:
             raise InputError(
                 f"{min(unknown)} is fed, but it is no input of the graph.",
@@ -135,7 +136,7 @@ class OracleModel:
         ]
         with np.errstate(all="ignore"), blas_threads(self._threads):
             results = self._body.run(program, arguments)
-        return {name: np.asarray(value) for name, value in zip(key, results, strict=True)}
+        return {name: _given(name, value) for name, value in zip(key, results, strict=True)}
 
     def _slot(self, name: str) -> int:
         if name not in self._slots:
@@ -190,6 +191,16 @@ class _Feed:
                 next_action=f"Feed {self.declared}.",
             )
         return array.astype(self.held)
+
+
+def _given(name: str, value: Any) -> Array:
+    if value is None:
+        raise EngineFailedError(
+            f"The graph has an output {name}, but its node does not give it in this configuration.",
+            next_action="Do not ask for it, or export the graph without it.",
+            kind="unsupported",
+        )
+    return np.asarray(value)
 
 
 def _spec(port: onnx.ValueInfoProto) -> TensorSpec:

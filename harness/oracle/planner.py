@@ -6,9 +6,8 @@ Every operator that is missing is found here, before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,8 +16,10 @@ from harness.errors import EngineFailedError, InputError
 from harness.oracle.executor import ABSENT, DISCARD, Body, Step
 from harness.oracle.kernels import find, operator_version
 from harness.oracle.kernels.registry import Kernel
+from harness.oracle.names import domain_of, free_names, label_of, ordered, resolved
 from harness.oracle.node import Compute, Node, UnsupportedFeatureError
 from harness.oracle.precision import Array, Precision
+from harness.oracle.scope import Constant, Draft, Scope, Value
 from harness.oracle.weights import TensorReader, attribute_value
 
 __all__ = ["Budget", "Planner"]
@@ -41,85 +42,6 @@ class Budget:
         return True
 
 
-class _Constant:
-    """A value known at planning.
-
-    Attributes:
-        array: as in the file, or as computed.
-        wide: in the dtype that holds it; None while nobody asked, or where the budget is spent.
-    """
-
-    __slots__ = ("array", "wide")
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-        self.wide: Array | None = None
-
-
-_Value: TypeAlias = "int | _Constant"
-"""What a name stands for: a slot of the body at hand, or a constant."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A body in the making."""
-
-    steps: list[Step] = field(default_factory=list)
-    constants: dict[int, Any] = field(default_factory=lambda: {ABSENT: None})
-    slot_count: int = 2
-    captures: dict[int, int] = field(default_factory=dict)
-    constant_slots: dict[int, int] = field(default_factory=dict)
-
-    def new_slot(self) -> int:
-        self.slot_count += 1
-        return self.slot_count - 1
-
-    def slot_of(self, array: Array) -> int:
-        """The slot of a constant array; one for all its uses."""
-        key = id(array)
-        if key not in self.constant_slots:
-            slot = self.constant_slots[key] = self.new_slot()
-            self.constants[slot] = array
-        return self.constant_slots[key]
-
-    def capture(self, outer: int) -> int:
-        """The slot here of a value in slot `outer` of the enclosing body."""
-        if outer not in self.captures:
-            self.captures[outer] = self.new_slot()
-        return self.captures[outer]
-
-
-@dataclass(slots=True)
-class _Scope:
-    """The names that nodes see: of a graph with those around it, or of a function by itself.
-
-    Attributes:
-        draft: the body that the nodes go to.
-        opsets: opset by domain.
-        outer: the scope around a subgraph; None for the main graph and for functions.
-        attributes: what the attributes of a function stand for in its body.
-        path: prefix of node labels.
-    """
-
-    draft: _Draft
-    opsets: Mapping[str, int]
-    outer: _Scope | None = None
-    attributes: Mapping[str, onnx.AttributeProto] = field(default_factory=dict)
-    path: str = ""
-    names: dict[str, _Value] = field(default_factory=dict)
-
-    def find(self, name: str) -> _Value | None:
-        """What `name` stands for in this body; outer values are captured."""
-        value = self.names.get(name)
-        if value is None and self.outer is not None:
-            value = self.outer.find(name)
-            if isinstance(value, int):
-                if value != ABSENT:
-                    value = self.draft.capture(value)
-                self.names[name] = value
-        return value
-
-
 class Planner:
     """Plans the graphs of one model."""
 
@@ -137,7 +59,8 @@ class Planner:
         self._precision = precision
         self._budget = budget
         self._inline_functions = inline_functions
-        self._functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
+        self._functions = {(domain_of(f.domain), f.name, f.overload): f for f in model.functions}
+        self._open: list[str] = []
         self._missing: dict[str, list[str]] = {}
 
     def plan(self) -> Body:
@@ -147,8 +70,8 @@ class Planner:
             InputError: the graph is not well-formed, or a tensor cannot be read.
             EngineFailedError: operators are missing (`unsupported`).
         """
-        opsets = {_domain(entry.domain): entry.version for entry in self._model.opset_import}
-        body = self._body(self._model.graph, _Scope(_Draft(), opsets))
+        opsets = {domain_of(entry.domain): entry.version for entry in self._model.opset_import}
+        body = self._body(self._model.graph, Scope(Draft(), opsets))
         if self._missing:
             lines = [
                 f"{what} at {places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
@@ -161,12 +84,12 @@ class Planner:
             )
         return body
 
-    def _body(self, graph: onnx.GraphProto, scope: _Scope) -> Body:
+    def _body(self, graph: onnx.GraphProto, scope: Scope) -> Body:
         draft = scope.draft
         if graph.sparse_initializer:
             self._lack("sparse weights", f"initialiser {graph.sparse_initializer[0].values.name}")
         for tensor in graph.initializer:
-            scope.names[tensor.name] = _Constant(self._reader.array(tensor))
+            scope.names[tensor.name] = Constant(self._reader.array(tensor))
         inputs = []
         for port in graph.input:
             kind = port.type.WhichOneof("value")
@@ -195,11 +118,11 @@ class Planner:
         shape = [max(0, axis.dim_value) for axis in tensor.shape.dim]
         return np.empty(shape, dtype=self._precision.holding(tensor.elem_type))
 
-    def _nodes(self, nodes: Sequence[onnx.NodeProto], scope: _Scope, results: Iterable[str]) -> None:
+    def _nodes(self, nodes: Sequence[onnx.NodeProto], scope: Scope, results: Iterable[str]) -> None:
         """Plan the nodes of a graph or function, whose outputs are `results`."""
-        read = {name for node in nodes for name in _free_names(node)}.union(results)
-        for node in _ordered(nodes, scope):
-            domain = _domain(node.domain)
+        read = {name for node in nodes for name in free_names(node)}.union(results)
+        for node in ordered(nodes, scope):
+            domain = domain_of(node.domain)
             version = operator_version(domain, node.op_type, scope.opsets.get(domain, 1))
             entry = find(domain, node.op_type, version)
             function = self._functions.get((domain, node.op_type, node.overload))
@@ -211,28 +134,37 @@ class Planner:
                     f"opset {opset}, operator version {version}" if opset is not None else "no opset imported"
                 )
                 what = f"operator {node.op_type} of domain {domain or 'ai.onnx'} ({since})"
-                self._lack(what, f"node {_label(node, scope)}")
+                self._lack(what, f"node {label_of(node, scope)}")
                 self._placeholders(node, scope)
             else:
                 self._bind(node, domain, version, entry, scope, read)
 
-    def _inline(self, node: onnx.NodeProto, function: onnx.FunctionProto, scope: _Scope) -> None:
+    def _inline(self, node: onnx.NodeProto, function: onnx.FunctionProto, scope: Scope) -> None:
         """Plan the nodes of a function in place of the node that calls it."""
-        given = {attribute.name: attribute for attribute in _resolved(node.attribute, scope)}
+        key = f"{function.domain}.{function.name}"
+        if key in self._open:
+            raise InputError(
+                f"The functions {', '.join(self._open)} of {self._reader.path.name} call each other "
+                "in a circle.",
+                next_action="Export the graph again, or run `onnx.checker` on it.",
+            )
+        given = {attribute.name: attribute for attribute in resolved(node.attribute, scope)}
         defaults = {attribute.name: attribute for attribute in function.attribute_proto}
-        inner = _Scope(
+        inner = Scope(
             scope.draft,
-            {_domain(entry.domain): entry.version for entry in function.opset_import},
+            {domain_of(entry.domain): entry.version for entry in function.opset_import},
             attributes=defaults | given,
-            path=f"{_label(node, scope)}/",
+            path=f"{label_of(node, scope)}/",
         )
         for index, name in enumerate(function.input):
             actual = node.input[index] if index < len(node.input) else ""
-            inner.names[name] = self._value(actual, scope, _label(node, scope)) if actual else ABSENT
+            inner.names[name] = self._value(actual, scope, label_of(node, scope)) if actual else ABSENT
+        self._open.append(key)
         self._nodes(function.node, inner, function.output)
+        self._open.pop()
         for name, formal in zip(node.output, function.output, strict=False):
             if name:
-                scope.names[name] = self._value(formal, inner, _label(node, scope))
+                scope.names[name] = self._value(formal, inner, label_of(node, scope))
 
     def _bind(
         self,
@@ -240,7 +172,7 @@ class Planner:
         domain: str,
         version: int,
         entry: Kernel,
-        scope: _Scope,
+        scope: Scope,
         read: Set[str],
     ) -> None:
         """Plan one node: the one place where a node becomes a function.
@@ -248,13 +180,13 @@ class Planner:
         Whatever looks at or changes the values that nodes produce (rounding, measuring) wraps that
         function here, so that it costs nothing where it is not asked for.
         """
-        label = _label(node, scope)
+        label = label_of(node, scope)
         values = [self._value(name, scope, label) if name else ABSENT for name in node.input]
         attributes, captured = self._attributes(node, scope, label)
         known: dict[int, Array] = {}
         late: list[int] = []
         for index, value in enumerate(values):
-            if isinstance(value, _Constant):
+            if isinstance(value, Constant):
                 as_stored = entry.moves or index in entry.raw
                 array = value.array if as_stored else self._widened(value)
                 if array is None:
@@ -292,7 +224,7 @@ class Planner:
             compute = _widening_result(compute, self._precision)
         draft = scope.draft
         inputs = [
-            draft.slot_of(known.get(index, value.array)) if isinstance(value, _Constant) else value
+            draft.slot_of(known.get(index, value.array)) if isinstance(value, Constant) else value
             for index, value in enumerate(values)
         ]
         self._placeholders(node, scope)
@@ -300,23 +232,21 @@ class Planner:
         step = Step(compute, tuple(inputs + captured), tuple(outputs), f"{node.op_type} {label}")
         draft.steps.append(step)
 
-    def _attributes(
-        self, node: onnx.NodeProto, scope: _Scope, label: str
-    ) -> tuple[dict[str, Any], list[int]]:
+    def _attributes(self, node: onnx.NodeProto, scope: Scope, label: str) -> tuple[dict[str, Any], list[int]]:
         """Attribute values, and the slots here that subgraphs capture, subgraph by subgraph."""
         attributes: dict[str, Any] = {}
         captured: list[int] = []
-        for attribute in _resolved(node.attribute, scope):
+        for attribute in resolved(node.attribute, scope):
             if attribute.type == onnx.AttributeProto.GRAPH:
-                draft = _Draft()
-                inner = _Scope(draft, scope.opsets, scope, scope.attributes, f"{label}.{attribute.name}/")
+                draft = Draft()
+                inner = Scope(draft, scope.opsets, scope, scope.attributes, f"{label}.{attribute.name}/")
                 attributes[attribute.name] = self._body(attribute.g, inner)
                 captured.extend(draft.captures)
             else:
                 attributes[attribute.name] = attribute_value(attribute, self._reader)
         return attributes, captured
 
-    def _folded(self, compute: Compute, arguments: Sequence[Array | None]) -> list[_Constant] | None:
+    def _folded(self, compute: Compute, arguments: Sequence[Array | None]) -> list[Constant] | None:
         """The outputs of a node of constants, or None where they must be computed at each run."""
         try:
             with np.errstate(all="ignore"):
@@ -333,9 +263,9 @@ class Planner:
         )
         if owned and not self._budget.reserve(owned):
             return None
-        return [_Constant(array) for array in arrays]
+        return [Constant(array) for array in arrays]
 
-    def _widened(self, constant: _Constant) -> Array | None:
+    def _widened(self, constant: Constant) -> Array | None:
         """The constant in the dtype that holds it, or None where that copy is beyond the budget."""
         if constant.wide is None:
             held = self._precision.held(constant.array.dtype)
@@ -347,7 +277,7 @@ class Planner:
                     constant.wide = self._precision.widen(constant.array)
         return constant.wide
 
-    def _slot(self, name: str, scope: _Scope) -> int:
+    def _slot(self, name: str, scope: Scope) -> int:
         """The slot of a named value; a constant gets one, in the dtype that holds it."""
         value = self._value(name, scope, "the graph's outputs")
         if isinstance(value, int):
@@ -355,7 +285,7 @@ class Planner:
         wide = self._widened(value)
         return scope.draft.slot_of(self._precision.widen(value.array) if wide is None else wide)
 
-    def _value(self, name: str, scope: _Scope, reader: str) -> _Value:
+    def _value(self, name: str, scope: Scope, reader: str) -> Value:
         value = scope.find(name)
         if value is None:
             raise InputError(
@@ -365,7 +295,7 @@ class Planner:
             )
         return value
 
-    def _placeholders(self, node: onnx.NodeProto, scope: _Scope) -> None:
+    def _placeholders(self, node: onnx.NodeProto, scope: Scope) -> None:
         """Give a slot to each named output of a node."""
         scope.names.update({name: scope.draft.new_slot() for name in node.output if name})
 
@@ -395,67 +325,3 @@ def _widening_result(compute: Compute, precision: Precision) -> Compute:
         return precision.widen(result)
 
     return run
-
-
-def _domain(name: str) -> str:
-    return "" if name == "ai.onnx" else name
-
-
-def _label(node: onnx.NodeProto, scope: _Scope) -> str:
-    return scope.path + (node.name or f"{node.op_type}({next(filter(None, node.output), '')})")
-
-
-def _resolved(attributes: Iterable[onnx.AttributeProto], scope: _Scope) -> Iterator[onnx.AttributeProto]:
-    """Attributes with references to those of the function replaced; an unset one is left out."""
-    for attribute in attributes:
-        if not attribute.ref_attr_name:
-            yield attribute
-        elif attribute.ref_attr_name in scope.attributes:
-            actual = onnx.AttributeProto()
-            actual.CopyFrom(scope.attributes[attribute.ref_attr_name])
-            actual.name = attribute.name
-            yield actual
-
-
-def _free_names(node: onnx.NodeProto) -> Iterator[str]:
-    """Names that a node reads: its inputs, and what its subgraphs read from outside."""
-    yield from (name for name in node.input if name)
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            graph = attribute.g
-            own = {tensor.name for tensor in graph.initializer} | {port.name for port in graph.input}
-            own.update(name for inner in graph.node for name in inner.output)
-            reads = [name for inner in graph.node for name in _free_names(inner)]
-            reads += [port.name for port in graph.output]
-            yield from (name for name in reads if name not in own)
-
-
-def _ordered(nodes: Sequence[onnx.NodeProto], scope: _Scope) -> list[onnx.NodeProto]:
-    """`nodes` so that each stands behind what it reads, otherwise in the order given.
-
-    Raises:
-        InputError: nodes read each other in a circle.
-    """
-    producer = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    waits = [{producer[name] for name in _free_names(node) if name in producer} for node in nodes]
-    if all(not awaited or max(awaited) < index for index, awaited in enumerate(waits)):
-        return list(nodes)
-    done: set[int] = set()
-    pending = list(range(len(nodes)))
-    order: list[onnx.NodeProto] = []
-    while pending:
-        later = []
-        for index in pending:
-            if waits[index] <= done:
-                done.add(index)
-                order.append(nodes[index])
-            else:
-                later.append(index)
-        if len(later) == len(pending):
-            names = ", ".join(_label(nodes[index], scope) for index in later[:3])
-            raise InputError(
-                f"The graph has a circle: each of the nodes {names} waits for another.",
-                next_action="Export the graph again, or run `onnx.checker` on it.",
-            )
-        pending = later
-    return order

@@ -140,7 +140,7 @@ def test_a_circle_is_refused_by_the_names_of_its_nodes(tmp_path: Path) -> None:
     """Nodes that wait for each other cannot be put in order."""
     nodes = [node("Add", ["x", "b"], ["a"], name="one"), node("Neg", ["a"], ["b"], name="two")]
     path = save(tmp_path / "m.onnx", nodes, [value("x", shape=["n"])], [value("a")])
-    with pytest.raises(InputError, match=r"circle: each of the nodes one, two"):
+    with pytest.raises(InputError, match=r"circle: of the nodes one, two each waits"):
         OracleModel.load(path)
 
 
@@ -292,6 +292,27 @@ def test_functions_resolve_attributes_defaults_and_absent_inputs(tmp_path: Path)
     results = OracleModel.load(path).run({"x": x}, ["a", "b"])
     np.testing.assert_array_equal(results["a"], np.float32([2, 0, -0.5, -1]))
     np.testing.assert_array_equal(results["b"], np.where(-x < 0, -x * 0.01, -x).astype(np.float32))
+
+
+def test_functions_that_call_themselves_are_refused(tmp_path: Path) -> None:
+    """A circle of functions has no end to inline to."""
+    opsets = [helper.make_opsetid("own", 1)]
+    first = helper.make_function(
+        "own", "First", ["x"], ["y"], [node("Second", ["x"], ["y"], domain="own")], opsets
+    )
+    second = helper.make_function(
+        "own", "Second", ["x"], ["y"], [node("First", ["x"], ["y"], domain="own")], opsets
+    )
+    path = save(
+        tmp_path / "m.onnx",
+        [node("First", ["x"], ["y"], domain="own")],
+        [value("x", shape=["n"])],
+        [value("y")],
+        functions=[first, second],
+        domains=["own"],
+    )
+    with pytest.raises(InputError, match=r"own\.First, own\.Second of m\.onnx call each other in a circle"):
+        OracleModel.load(path)
 
 
 def skip_norm_function() -> onnx.FunctionProto:
