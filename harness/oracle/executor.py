@@ -141,8 +141,9 @@ class Body:
             raise
         # Kernels fail in as many ways as graphs can be wrong: shapes that do not fit, indices out of range.
         except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise EngineFailedError(
-                f"The oracle failed at {program.labels[index]}: {error}",
+                f"The oracle failed at {program.labels[index]}: {reason}.",
                 next_action="Check the graph with `onnx.checker` and the shapes of what is fed.",
                 kind="crashed",
             ) from error
