@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 from harness import wire
 from harness.errors import InputError
 
-__all__ = ["ModelFile", "Shape", "open_model"]
+__all__ = ["Budget", "ModelFile", "Shape", "open_model"]
 
 ELEMENT_TYPES = (
     None,
@@ -108,7 +108,7 @@ def open_model(path: Path | str) -> Iterator[ModelFile]:
         yield ModelFile(view, mapped)
 
 
-class _Budget:
+class Budget:
     """How much may be kept of a file: many ports in few bytes stand only in a file made to harm.
 
     A file gets a base and twice its own size. Costs are about what CPython needs, in bytes.
@@ -146,7 +146,17 @@ class ModelFile:
     def __init__(self, data: memoryview, mapped: mmap.mmap) -> None:
         self._data = data
         self._mapped = mapped
-        self._budget = _Budget(len(data))
+        self._budget = Budget(len(data))
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes of the file; dead when the file is closed."""
+        return self._data
+
+    @property
+    def budget(self) -> Budget:
+        """What may be kept of the file, for readers of its other parts."""
+        return self._budget
 
     def ports(self, make: Callable[[str, str | None, Shape], _ValueT]) -> tuple[list[_ValueT], list[_ValueT]]:
         """The main graph's inputs and outputs, in file order, each made of its name, dtype and shape.
@@ -170,7 +180,7 @@ class ModelFile:
                 if kind != wire.BYTES:
                     continue
                 if number in (_GRAPH_INITIALIZERS, _GRAPH_SPARSE):
-                    self._budget.spend(_Budget.PLACE)
+                    self._budget.spend(Budget.PLACE)
                     weight_places.extend((number, first, last))
                     continue
                 name, dtype, shape = self._value(first, last)
@@ -207,7 +217,7 @@ class ModelFile:
             if kind_of_child == "tensor":
                 location = self._external_location(start, end)
                 if location is not None and location not in locations:
-                    self._budget.spend(2 * _Budget.OBJECT + len(location))
+                    self._budget.spend(2 * Budget.OBJECT + len(location))
                     locations[location] = None
                 continue
             has_graph = has_graph or kind_of_child == "graph"
@@ -259,7 +269,7 @@ class ModelFile:
                         dtype, axes = _TYPE_OTHERS[inner], None
                     elif inner == _TYPE_TENSOR:
                         dtype, axes = self._tensor_type(one, two, dtype, axes)
-        self._budget.spend(_Budget.PORT + len(name))
+        self._budget.spend(Budget.PORT + len(name))
         return name, dtype, None if axes is None else tuple(axes)
 
     def _tensor_type(
@@ -275,7 +285,7 @@ class ModelFile:
                 axes = [] if axes is None else axes
                 for inner, inner_kind, one, two in wire.fields(self._data, first, last):
                     if inner == _SHAPE_AXES and inner_kind == wire.BYTES:
-                        self._budget.spend(2 * _Budget.AXIS)
+                        self._budget.spend(2 * Budget.AXIS)
                         axes.append(self._axis(one, two))
         return dtype, axes
 

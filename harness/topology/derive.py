@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from harness.ports import Dimension, Port, PortInventory
 from harness.topology.acceptance import CROSS_ROLES, CacheBinding, check_binding
 from harness.topology.conventions import INDEX, STEM, Convention, Discipline, WordSwap
+from harness.topology.dataflow import CacheFlow
 from harness.topology.findings import Finding, listed, quoted
 from harness.topology.patterns import PatternTable, StemTable, layer_of, skeleton
 from harness.topology.shapes import StateShapeMatch
 from harness.topology.spec import Role
 from harness.topology.swaps import SwapTable, cache_role, says_activation, says_attention, tokens, without
+from harness.topology.witness import confirm, settle
 
 __all__ = ["CachePorts", "derive_cache", "exclude_bound"]
 
@@ -102,8 +104,9 @@ def derive_cache(
     match: StateShapeMatch,
     placed: Collection[str] = frozenset(),
     batch: Dimension = None,
+    flow: CacheFlow | None = None,
 ) -> CachePorts:
-    """Find the caches of a graph by the names in `conventions`.
+    """Find the caches of a graph by the names in `conventions`, and by its dataflow where that is given.
 
     Args:
         inventory: its ports; names are unique among inputs, and among outputs.
@@ -111,6 +114,7 @@ def derive_cache(
         match: when the shapes of a state's two ports agree.
         placed: names of ports that are known to be something else.
         batch: leading symbol of the token port, see `shapes.dynamic_state_axes`.
+        flow: the second witness.
     """
     inputs = [port for port in inventory.inputs if port.name not in placed]
     outputs = {port.name: port for port in inventory.outputs if port.name not in placed}
@@ -119,6 +123,8 @@ def derive_cache(
     _bind_pairs(book, inputs, outputs, names)
     _bind_stems(book, exclude_bound(inputs, book.bindings), outputs, names)
     _bind_swaps(book, exclude_bound(inputs, book.bindings), outputs, names)
+    if flow is not None:
+        _ask_dataflow(book, inputs, outputs, names, flow)
     free = [port for port in outputs.values() if port.name not in book.owners]
     pasts = [names.lonely_past(port, book.swaps) for port in exclude_bound(inputs, book.bindings)]
     presents = [names.lonely_present(port, book.swaps) for port in free]
@@ -161,6 +167,14 @@ class _Names:
         self.presents = PatternTable((pair.present, pair) for pair, _ in pairs)
         self.past_stems = StemTable((stem.past, (stem, convention)) for stem, convention in stems)
         self.present_stems = StemTable((stem.present, stem) for stem, _ in stems)
+
+    def role_by_name(self, port: Port) -> Role | None:
+        """What the name alone says that an input is, be there a present for it or not."""
+        for (pair, _), _ in self.pasts.matches(port.name):
+            return pair.role
+        for _, stem in self.past_stems.matches(port.name):
+            return cache_role(tokens(stem))
+        return None
 
     def lonely_past(self, port: Port, active: Collection[WordSwap]) -> _Lonely | None:
         """`port` if its name is a past name; `active` are swaps that this graph is known to use."""
@@ -229,6 +243,19 @@ def _bind_swaps(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port]
             readings[present] = _Reading(role, layer_of(port.name), discipline, because, swap)
         if readings:
             book.bind(port, readings)
+
+
+def _ask_dataflow(
+    book: _Book, inputs: Sequence[Port], outputs: Mapping[str, Port], names: _Names, flow: CacheFlow
+) -> None:
+    """Let the second witness speak: on what is bound, and on what is still open."""
+    book.bindings, findings = confirm(flow, book.bindings, {*book.owners, *map(str, outputs)})
+    book.findings += findings
+    free = {name: port for name, port in outputs.items() if name not in book.owners}
+    for binding in settle(flow, exclude_bound(inputs, book.bindings), free, names.role_by_name):
+        book.bindings.append(binding)
+        if binding.present is not None:
+            book.owners[binding.present.name] = binding.past.name
 
 
 def _ambiguous(what: str, ports: tuple[str, ...]) -> Finding:

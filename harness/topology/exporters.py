@@ -23,6 +23,8 @@ __all__ = ["CONVENTIONS"]
 SELF_KV: Mapping[str, Role] = {"key": Role.KV_KEY, "value": Role.KV_VALUE}
 SCALES: Mapping[str, Role] = {"key_scale": Role.KV_SCALE, "value_scale": Role.KV_SCALE}
 CROSS_KV: Mapping[str, Role] = {"key": Role.CROSS_KV_KEY, "value": Role.CROSS_KV_VALUE}
+TUPLE: Mapping[str, Role] = {"0": Role.KV_KEY, "1": Role.KV_VALUE}
+"""Positions in the tuple of one layer, as tracers flatten it."""
 ENCODER_DECODER: Mapping[str, Role] = {
     **{f"decoder.{kind}": role for kind, role in SELF_KV.items()},
     **{f"encoder.{kind}": role for kind, role in CROSS_KV.items()},
@@ -84,6 +86,8 @@ CONVENTIONS: tuple[Convention, ...] = (
             *_pairs("past_key_values_%d_{}", "present_%d_{}", UNDERSCORED),
             *_pairs("past_%d_{}", "present_%d_{}", UNDERSCORED),
             *_pairs("past_key_values_{}_cache_%d", "present_key_values_{}_cache_%d", SELF_KV),
+            *_pairs("past_key_values_%d.{}", "present_key_values_%d.{}", TUPLE),
+            *_pairs("past_key_values.%d.{}", "present.%d.{}", TUPLE),
         ),
         stems=(
             StemPair("past_key_values_*", "present_key_values_*"),

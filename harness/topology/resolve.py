@@ -9,6 +9,7 @@ from harness.package import Package
 from harness.ports import Dimension, Port, PortInventory
 from harness.topology.acceptance import CROSS_ROLES, SELF_KV_ROLES
 from harness.topology.conventions import Convention
+from harness.topology.dataflow import CacheFlow, read_cache_flow
 from harness.topology.declared import place_configured, place_declared
 from harness.topology.derive import derive_cache
 from harness.topology.exporters import CONVENTIONS
@@ -43,8 +44,10 @@ def resolve_package(
 ) -> Derivation:
     """Find the topology of a package's graph, whose ports are `inventory`; see `resolve`.
 
+    The graph's nodes are parsed for its dataflow, its weights are not.
+
     Raises:
-        InputError: what the package declares is not well formed.
+        InputError: what the package declares is not well formed, or the graph cannot be parsed.
     """
     return resolve(
         inventory,
@@ -53,6 +56,7 @@ def resolve_package(
         gate=gate,
         match=match,
         ignore_declared=ignore_declared,
+        flow=read_cache_flow(package.model),
     )
 
 
@@ -64,6 +68,7 @@ def resolve(
     gate: Literal["default", "recurrent-only"] = "default",
     match: Literal["exact", "symbolic"] = "symbolic",
     ignore_declared: bool = False,
+    flow: CacheFlow | None = None,
 ) -> Derivation:
     """Find the topology that ports and declarations settle.
 
@@ -71,6 +76,9 @@ def resolve(
     patterns of `genai_config` are tried strictly, with exact shapes; then, unless `match` is exact, the
     conventions are tried as well, where symbolic axes are taken as unknown. The gate `recurrent-only` is
     a loader's additive fallback: it declines where nothing is declared and no state is found.
+
+    `flow`, the dataflow of the graph, is a second witness: it confirms pairs made by name, settles those
+    that no name settles, and a contradiction between the two is a refusal.
 
     Any list of ports gives a derivation, at a cost linear in their number.
 
@@ -84,12 +92,12 @@ def resolve(
         return Derivation(Outcome.REFUSED, refusal=refusal_from(malformed))
     shape_match = StateShapeMatch(match)
     if names.convention is None:
-        placement = _place(inventory, io, names, CONVENTIONS, shape_match)
+        placement = _place(inventory, io, names, CONVENTIONS, shape_match, flow)
     else:
         configured = (names.convention,)
-        placement = _place(inventory, io, names, configured, StateShapeMatch.EXACT)
+        placement = _place(inventory, io, names, configured, StateShapeMatch.EXACT, flow)
         if placement.findings and shape_match is StateShapeMatch.SYMBOLIC:
-            placement = _place(inventory, io, names, (*configured, *CONVENTIONS), shape_match)
+            placement = _place(inventory, io, names, (*configured, *CONVENTIONS), shape_match, flow)
     is_declared = io != DeclaredIo({})
     has_state = any(port.role is Role.STATE for port in placement.inputs.values())
     if gate == "recurrent-only" and not is_declared and not has_state:
@@ -106,6 +114,7 @@ def _place(
     names: GenaiNames,
     conventions: Sequence[Convention],
     match: StateShapeMatch,
+    flow: CacheFlow | None,
 ) -> Placement:
     """Give every port a role, from what is declared to what is left over."""
     placement = Placement(inventory)
@@ -115,7 +124,7 @@ def _place(
     for named in place_inputs_by_name(placement.open_inputs(), filled=filled):
         placement.place(named.port.name, "input", named.role, named.because)
     _refuse_paging(placement)
-    _place_caches(placement, io, conventions, match)
+    _place_caches(placement, io, conventions, match, flow)
     _place_token(placement, declared=frozenset(io.single))
     _place_logits(placement)
     for port in placement.open_outputs():
@@ -127,13 +136,19 @@ def _place(
 
 
 def _place_caches(
-    placement: Placement, io: DeclaredIo, conventions: Sequence[Convention], match: StateShapeMatch
+    placement: Placement,
+    io: DeclaredIo,
+    conventions: Sequence[Convention],
+    match: StateShapeMatch,
+    flow: CacheFlow | None,
 ) -> None:
     inventory = placement.inventory
     placed = {*placement.inputs, *placement.outputs}
     if placement.taken(Role.LOGITS) is None and any(port.name == "logits" for port in inventory.outputs):
         placed.add("logits")
-    caches = derive_cache(inventory, conventions, match=match, placed=placed, batch=_batch_symbol(placement))
+    caches = derive_cache(
+        inventory, conventions, match=match, placed=placed, batch=_batch_symbol(placement), flow=flow
+    )
     placement.findings += caches.findings
     for binding in caches.bindings:
         if _is_declared_elsewhere(binding.role, io):

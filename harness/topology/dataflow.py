@@ -1,0 +1,276 @@
+"""What becomes of a cache inside the graph: the outputs that a past port reaches as a cache.
+
+Everything in a layer reaches everything in the layers after it, so reaching an output means nothing by
+itself. Followed are only the steps that keep a cache what it is: appending, writing, slicing, moving axes,
+casting, scaling or adding to it in place, carrying it through a Scan or Loop, choosing a branch, calling a
+function that does these, and the cache slots of attention and recurrence operators. Reading a cache (a
+product with it, a reduction of it) is no such step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import wire
+from harness.errors import InputError
+from harness.onnx_file import Budget, open_model
+from harness.onnx_graph import FunctionBody, GraphBody, Node, functions_of, main_graphs, nodes_of, subgraph
+from harness.topology.spec import Role
+
+__all__ = ["CacheFlow", "Reached", "read_cache_flow"]
+
+_Slots = tuple[tuple[int, int, Role | None], ...]
+
+_KEY_VALUE = (Role.KV_KEY, Role.KV_VALUE)
+
+
+def _slots(inputs: tuple[int, ...], outputs: tuple[int, ...], roles: tuple[Role | None, ...]) -> _Slots:
+    return tuple(zip(inputs, outputs, roles, strict=True))
+
+
+CACHE_SLOTS: Mapping[tuple[str, str], _Slots] = {
+    ("", "Attention"): _slots((4, 5), (1, 2), _KEY_VALUE),
+    ("", "TensorScatter"): _slots((0,), (0,), (None,)),
+    ("", "LinearAttention"): _slots((3,), (1,), (Role.STATE,)),
+    ("", "CausalConvWithState"): _slots((3,), (1,), (Role.STATE,)),
+    ("com.microsoft", "GroupQueryAttention"): _slots((3, 4), (1, 2), _KEY_VALUE),
+    ("com.microsoft", "SparseAttention"): _slots((3, 4), (1, 2), _KEY_VALUE),
+    ("com.microsoft", "MultiHeadAttention"): _slots((6, 7), (1, 2), _KEY_VALUE),
+    ("com.microsoft", "DecoderMaskedMultiHeadAttention"): _slots((5, 6), (1, 2), _KEY_VALUE),
+    ("com.microsoft", "Attention"): _slots((4,), (1,), (Role.KV_FUSED,)),
+    ("com.microsoft", "DecoderMaskedSelfAttention"): _slots((4,), (1,), (Role.KV_FUSED,)),
+    ("com.microsoft", "LinearAttention"): _slots((3,), (1,), (Role.STATE,)),
+    ("com.microsoft", "CausalConvWithState"): _slots((3,), (1,), (Role.STATE,)),
+}
+"""Input and output position of each cache that an operator updates (ONNX and onnxruntime schemas)."""
+
+_FIRST_TO_FIRST = frozenset(
+    {
+        "Cast",
+        "CastLike",
+        "DequantizeLinear",
+        "Expand",
+        "Flatten",
+        "Gather",
+        "GatherElements",
+        "GatherND",
+        "Identity",
+        "Pad",
+        "QuantizeLinear",
+        "Reshape",
+        "ScatterElements",
+        "ScatterND",
+        "Slice",
+        "Squeeze",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+    }
+)
+_ANY_TO_FIRST = frozenset({"Add", "Concat", "Div", "Max", "Min", "Mul", "Sub", "Sum"})
+_DEEPEST = 50  # protobuf reads about 30 nested graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """An output that a cache reaches.
+
+    Attributes:
+        output: its name.
+        role: what the operator on the way says that the cache is; None where none does.
+        through: the operator that updates it, or a plain word for the way.
+    """
+
+    output: str
+    role: Role | None
+    through: str
+
+
+class CacheFlow:
+    """The cache-keeping steps of one graph, and what its inputs reach through them."""
+
+    def __init__(self, inputs: Iterable[str], outputs: Iterable[str]) -> None:
+        self._steps: dict[int, list[_Step]] = {}
+        self._count = 0
+        self._wanted = tuple(outputs)
+        self._outputs: dict[int, str] = {}
+        self._patience = 0
+        self.scope: dict[str, int] = {}
+        self._inputs = {name: self.define(self.scope, name) for name in inputs}
+
+    def define(self, scope: dict[str, int], name: str) -> int:
+        """A new value of that name in `scope`."""
+        self._count += 1
+        scope[name] = self._count
+        return self._count
+
+    def step(self, source: int | None, target: int | None, role: Role | None, through: str) -> None:
+        """Note that the value `source` is kept in `target`."""
+        if source is not None and target is not None:
+            self._steps.setdefault(source, []).append((target, role, through))
+            self._patience += 1
+
+    def close(self) -> None:
+        """All steps are noted: now the graph's outputs are those values that bear their names."""
+        self._outputs = {self.scope[name]: name for name in self._wanted if name in self.scope}
+        # Caches do not meet, so all walks together take about as many steps as there are. Where they
+        # take far more, nothing is said any more, rather than at a cost that grows with the square.
+        self._patience = 20 * self._patience + 100_000
+
+    def reached(self, name: str) -> tuple[Reached, ...]:
+        """The outputs that the input `name` reaches as a cache; always in the same order."""
+        start = self._inputs.get(name)
+        if start is None:
+            return ()
+        found: dict[str, Reached] = {}
+        seen = {start}
+        pending: list[_Step] = [(start, None, "")]
+        while pending and self._patience > 0:
+            value, role, through = pending.pop()
+            output = self._outputs.get(value)
+            if output is not None and value != start:
+                found.setdefault(output, Reached(output, role, through))
+            for target, its_role, operator in self._steps.get(value, ()):
+                self._patience -= 1
+                if target not in seen:
+                    seen.add(target)
+                    tells = its_role is not None or not through
+                    pending.append((target, its_role or role, operator if tells else through))
+        return tuple(found.values()) if self._patience > 0 else ()
+
+
+_Step = tuple[int, Role | None, str]
+"""Where a value is kept, what the operator says that it is, and the operator."""
+
+
+def read_cache_flow(path: Path | str) -> CacheFlow:
+    """Parse the nodes of an `.onnx` file and note where its inputs go as caches.
+
+    Raises:
+        InputError: the file cannot be read, or is no ONNX model.
+    """
+    with open_model(path) as model:
+        try:
+            return _Reader(model.data, model.budget).read()
+        except wire.WireError as error:
+            raise InputError(
+                f"{path} is not a complete ONNX model: {error}.",
+                next_action="Export or download the file again; compare its size with the original's.",
+            ) from error
+
+
+class _Reader:
+    """Walks the graphs of one file."""
+
+    def __init__(self, data: memoryview, budget: Budget) -> None:
+        self._data = data
+        self._budget = budget
+        self._functions = functions_of(data)
+        self._summaries: dict[tuple[str, str], _Slots] = {}
+        self._depth = 0
+
+    def read(self) -> CacheFlow:
+        bodies = [subgraph(self._data, place) for place in main_graphs(self._data)]
+        flow = CacheFlow(
+            (name for body in bodies for name in body.inputs),
+            (name for body in bodies for name in body.outputs),
+        )
+        for body in bodies:
+            self._walk(flow, body, [flow.scope])
+        flow.close()
+        return flow
+
+    def _walk(self, flow: CacheFlow, body: GraphBody | FunctionBody, scopes: list[dict[str, int]]) -> None:
+        """Note the steps of a body whose values live in the last of `scopes`."""
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise wire.WireError(f"graphs and functions nested more than {_DEEPEST} deep")
+        for node in nodes_of(self._data, body):
+            inputs = [_lookup(scopes, name) for name in node.inputs]
+            outputs: list[int | None] = []
+            for name in node.outputs:
+                self._budget.spend(Budget.OBJECT + len(name))
+                outputs.append(flow.define(scopes[-1], name) if name else None)
+            for source, target, role in self._steps(node):
+                if source < len(inputs) and target < len(outputs) and inputs[source] is not None:
+                    self._budget.spend(Budget.OBJECT)
+                    flow.step(inputs[source], outputs[target], role, node.operator)
+            if node.graphs and not node.domain:
+                self._walk_subgraphs(flow, node, inputs, outputs, scopes)
+        self._depth -= 1
+
+    def _steps(self, node: Node) -> Iterable[tuple[int, int, Role | None]]:
+        """Input and output positions between which the node keeps a cache."""
+        operator = (node.domain, node.operator)
+        if operator in CACHE_SLOTS:
+            return CACHE_SLOTS[operator]
+        if operator in self._functions:
+            return self._summary(operator)
+        if node.domain:
+            return ()
+        if node.operator in _FIRST_TO_FIRST:
+            return ((0, 0, None),)
+        if node.operator in _ANY_TO_FIRST:
+            return ((position, 0, None) for position in range(len(node.inputs)))
+        if node.operator == "Where":
+            return ((1, 0, None), (2, 0, None))
+        if node.operator == "Split":
+            return ((0, position, None) for position in range(len(node.outputs)))
+        if node.operator == "Scan":
+            return ((position, position, Role.STATE) for position in range(_carried_by_scan(node)))
+        if node.operator == "Loop":
+            return ((position + 2, position, None) for position in range(len(node.inputs) - 2))
+        return ()
+
+    def _summary(self, operator: tuple[str, str]) -> _Slots:
+        """Which inputs of a function are kept in which of its outputs; none for one that calls itself."""
+        known = self._summaries.get(operator)
+        if known is not None:
+            return known
+        self._summaries[operator] = ()
+        body = self._functions[operator]
+        flow = CacheFlow(body.inputs, body.outputs)
+        self._walk(flow, body, [flow.scope])
+        flow.close()
+        positions = {name: position for position, name in enumerate(body.outputs)}
+        self._summaries[operator] = tuple(
+            (position, positions[reached.output], reached.role)
+            for position, name in enumerate(body.inputs)
+            for reached in flow.reached(name)
+        )
+        return self._summaries[operator]
+
+    def _walk_subgraphs(
+        self,
+        flow: CacheFlow,
+        node: Node,
+        inputs: list[int | None],
+        outputs: list[int | None],
+        scopes: list[dict[str, int]],
+    ) -> None:
+        """Walk the bodies of a control-flow node, and join their ports with those of the node."""
+        leaving = 1 if node.operator == "Loop" else 0
+        for place in node.graphs.values():
+            body = subgraph(self._data, place)
+            scope: dict[str, int] = {}
+            for position, inner in enumerate(body.inputs):
+                value = flow.define(scope, inner)
+                if position < len(inputs):
+                    flow.step(inputs[position], value, None, node.operator)
+            self._walk(flow, body, [*scopes, scope])
+            for inner, outer in zip(body.outputs[leaving:], outputs, strict=False):
+                flow.step(_lookup([*scopes, scope], inner), outer, None, node.operator)
+
+
+def _lookup(scopes: list[dict[str, int]], name: str) -> int | None:
+    """The value that a name means, inner scopes before outer ones; None for weights and left-out inputs."""
+    for scope in reversed(scopes):
+        if name in scope:
+            return scope[name]
+    return None
+
+
+def _carried_by_scan(node: Node) -> int:
+    return max(0, min(len(node.inputs) - node.integers.get("num_scan_inputs", 0), len(node.outputs)))

@@ -1,0 +1,109 @@
+"""Dataflow as a second witness: it confirms what names say, settles what they cannot, or contradicts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from harness.ports import Port
+from harness.topology.acceptance import SELF_KV_ROLES, CacheBinding
+from harness.topology.conventions import Discipline
+from harness.topology.dataflow import CacheFlow, Reached
+from harness.topology.findings import Finding, listed, quoted
+from harness.topology.patterns import layer_of
+from harness.topology.spec import Role
+
+__all__ = ["confirm", "settle"]
+
+_HALVES = frozenset({Role.KV_KEY, Role.KV_VALUE})
+
+
+def settle(
+    flow: CacheFlow,
+    inputs: Sequence[Port],
+    free: Mapping[str, Port],
+    role_by_name: Callable[[Port], Role | None],
+) -> list[CacheBinding]:
+    """Bind inputs that names leave open to the only free output that each of them reaches as a cache.
+
+    An output that two of them reach settles nothing. What the cache is, its name says, or else the
+    operator that updates it; where neither does, the input stays open.
+
+    Args:
+        flow: of the graph.
+        inputs: those without a role.
+        free: outputs without a partner, by name.
+        role_by_name: what the name of an input says that it is, None for nothing.
+    """
+    reached = {port.name: [one for one in flow.reached(port.name) if one.output in free] for port in inputs}
+    claims: dict[str, int] = {}
+    for found in reached.values():
+        for one in found:
+            claims[one.output] = claims.get(one.output, 0) + 1
+    bindings = []
+    for port in inputs:
+        found = reached[port.name]
+        if len(found) != 1 or claims[found[0].output] != 1:
+            continue
+        role = role_by_name(port) or found[0].role
+        if role is not None:
+            present = free[found[0].output]
+            because = f"the graph feeds it to {quoted(present.name)} through {found[0].through}"
+            sure = Discipline.ANY if found[0].role is not None else Discipline.GROWING
+            discipline = Discipline.ANY if role is Role.STATE else sure
+            bindings.append(CacheBinding(port, present, role, layer_of(port.name), because, discipline))
+    return bindings
+
+
+def confirm(
+    flow: CacheFlow, bindings: Iterable[CacheBinding], outputs: Collection[str]
+) -> tuple[list[CacheBinding], list[Finding]]:
+    """Hold bindings made by name against the dataflow; returns them with its evidence, and contradictions.
+
+    A past port that reaches its present port is confirmed. One that reaches other caches only, or whose
+    operator says that it is something else, contradicts its name. One that reaches none says nothing: a
+    state may be computed anew from the last tokens.
+    """
+    confirmed = []
+    findings = []
+    for binding in bindings:
+        if binding.present is None:
+            confirmed.append(binding)
+            continue
+        reached = {one.output: one for one in flow.reached(binding.past.name) if one.output in outputs}
+        own = reached.get(binding.present.name)
+        if own is None:
+            confirmed.append(binding)
+            if reached:
+                findings.append(_crossed(binding, binding.present, tuple(reached)))
+            continue
+        if own.role is not None and _contradicts(binding.role, own.role):
+            findings.append(_otherwise(binding, binding.present, own))
+        because = f"{binding.because}; confirmed by dataflow through {own.through}"
+        confirmed.append(replace(binding, because=because))
+    return confirmed, findings
+
+
+def _contradicts(named: Role, found: Role) -> bool:
+    if named in _HALVES and found in _HALVES:
+        return named is not found
+    return (named is Role.STATE) is not (found is Role.STATE) and named in {*SELF_KV_ROLES, Role.STATE}
+
+
+def _crossed(binding: CacheBinding, present: Port, reached: tuple[str, ...]) -> Finding:
+    return Finding(
+        "E_EVIDENCE_CONFLICT",
+        f"By name {quoted(binding.past.name)} goes with {quoted(present.name)}, but the graph feeds it to "
+        f"{listed(reached)}. Declare which is right under model.io.",
+        (binding.past.name, present.name, *reached),
+    )
+
+
+def _otherwise(binding: CacheBinding, present: Port, own: Reached) -> Finding:
+    found = own.role.value if own.role is not None else "something else"
+    return Finding(
+        "E_EVIDENCE_CONFLICT",
+        f"By name {quoted(binding.past.name)} is {binding.role.value}, {own.through} takes it as {found}: "
+        "declare which is right under model.io.",
+        (binding.past.name, present.name),
+    )
