@@ -13,9 +13,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from harness.errors import InputError
+from harness.package import open_package
 from harness.ports import read_ports
 from harness.topology.dataflow import read_cache_flow
-from harness.topology.resolve import resolve
+from harness.topology.resolve import resolve, resolve_package
 from harness.topology.spec import Derivation, Outcome, Role
 
 GROWING = ["batch", 2, "past", 16]
@@ -382,3 +383,20 @@ def test_every_pair_of_a_real_export_is_confirmed(name: str) -> None:
     assert {one.name for one in ports.values() if one.role.value.startswith("cross")} == {
         pair["input"] for pair in truth["cross_kv"]
     }
+
+
+def test_a_package_is_asked_for_both_witnesses(tmp_path: Path) -> None:
+    """A folder with a graph of nameless outputs derives as the graph does; a sidecar in it still wins."""
+    nodes = [*concat("past_key_values_0.0", "cat_18"), *concat("past_key_values_0.1", "cat_17")]
+    pasts = {"past_key_values_0.0": GROWING, "past_key_values_0.1": GROWING}
+    path = model(tmp_path / "model.onnx", nodes, pasts, {"cat_17": GROWN, "cat_18": GROWN})
+    derivation = resolve_package(open_package(tmp_path), read_ports(path))
+    assert derivation.outcome is Outcome.DERIVED
+    assert derivation.topology is not None
+    assert derivation.topology.kv_outputs == ("cat_18", "cat_17")
+    block = {"kv_inputs": list(pasts), "kv_outputs": ["cat_17", "cat_18"]}
+    (tmp_path / "inference_metadata.yaml").write_text(json.dumps({"model": {"io": block}}), encoding="utf-8")
+    declared = resolve_package(open_package(tmp_path), read_ports(path))
+    assert declared.outcome is Outcome.DECLARED
+    assert declared.topology is not None
+    assert declared.topology.kv_outputs == ("cat_17", "cat_18")
