@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.topology.spec import REFUSAL_CODES, Refusal
 
-__all__ = ["Finding", "listed", "quoted", "refusal_from"]
+__all__ = ["Finding", "escaped", "listed", "matching", "quoted", "refusal_from"]
 
 _PRECEDENCE = {code: rank for rank, code in enumerate(REFUSAL_CODES)}
 
@@ -27,9 +27,20 @@ class Finding:
     ports: tuple[str, ...] = ()
 
 
+def escaped(name: str) -> str:
+    """A port name on one line, whatever is in it."""
+    return name if name.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+
+
 def quoted(name: str) -> str:
-    """A port name for a message, on one line whatever is in it."""
-    return "`" + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name) + "`"
+    """A port name for the middle of a sentence."""
+    return f"`{escaped(name)}`"
+
+
+def matching(names: Sequence[str]) -> str:
+    """How many ports match, and which: `3 ports match: input_ids, attention_mask, position_ids`."""
+    count = "1 port matches" if len(names) == 1 else f"{len(names)} ports match"
+    return f"{count}: {', '.join(escaped(name) for name in names) or 'none'}"
 
 
 def listed(names: Iterable[str], *, most: int = 4) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.ports import Dimension, Port
-from harness.topology.findings import Finding, listed, quoted
+from harness.topology.findings import Finding, listed, matching, quoted
 from harness.topology.spec import Role
 
 __all__ = [
@@ -229,7 +229,7 @@ def place_token_by_shape(inputs: Sequence[Port]) -> NamedPort | Finding | None:
     names = tuple(port.name for port in fitting)
     return Finding(
         "E_AMBIGUOUS_TOKEN_INPUT",
-        f"Declare model.io.token_input: {len(names)} ports match: {', '.join(names)}.",
+        f"Declare model.io.token_input: {matching(names)}.",
         names,
     )
 

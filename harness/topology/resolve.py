@@ -13,7 +13,7 @@ from harness.topology.dataflow import CacheFlow, read_cache_flow
 from harness.topology.declared import place_configured, place_declared
 from harness.topology.derive import derive_cache
 from harness.topology.exporters import CONVENTIONS
-from harness.topology.findings import Finding, listed, quoted, refusal_from
+from harness.topology.findings import Finding, listed, matching, quoted, refusal_from
 from harness.topology.genai import GenaiNames, genai_names
 from harness.topology.interface import (
     PAGED_NAMES,
@@ -211,7 +211,7 @@ def _place_token(placement: Placement, *, declared: frozenset[Role]) -> None:
             placement.findings.append(
                 Finding(
                     "E_AMBIGUOUS_TOKEN_INPUT",
-                    f"Declare model.io.token_input: 2 ports match: {token}, {embeds}.",
+                    f"Declare model.io.token_input: {matching((token, embeds))}.",
                     (token, embeds),
                 )
             )
@@ -276,11 +276,10 @@ def _unknown(ports: Sequence[Port]) -> Finding:
 def _declined(inventory: PortInventory) -> Refusal:
     """The answer of the additive fallback where it has nothing to add."""
     names = tuple(port.name for port in inventory.inputs if is_integer(port))
-    matching = f"{len(names)} port{' matches' if len(names) == 1 else 's match'}"
     return Refusal(
         code="E_AMBIGUOUS_TOKEN_INPUT",
         message="The graph has no recurrent state, so the fallback adds nothing, and "
-        f"model.io.token_input is not declared: {matching}: {', '.join(names) or 'none'}.",
+        f"model.io.token_input is not declared: {matching(names)}.",
         ports=names,
     )
 
