@@ -15,7 +15,7 @@ import numpy as np
 from harness.oracle.kernels.registry import kernel
 from harness.oracle.node import Compute, Node, Tensor
 
-__all__ = ["combine", "merge_heads", "scores", "split_heads", "visible", "weigh"]
+__all__ = ["capped", "combine", "merge_heads", "scores", "split_heads", "visible", "weigh"]
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

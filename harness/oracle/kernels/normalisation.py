@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.oracle.kernels.elementwise import sigmoid, silu
 from harness.oracle.kernels.registry import CONTRIB, kernel
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
@@ -111,6 +112,57 @@ def _skip_layer_normalization(node: Node) -> Compute:
         _, rest, inverse = _centred(total, epsilon)
         y = rest * inverse * gamma
         return (y if beta is None else y + beta), None, None, total
+
+    return run
+
+
+@kernel("GatedRMSNorm", domain=CONTRIB)
+def _gated_rms_norm(node: Node) -> Compute:
+    """`x / sqrt(mean(x^2) + epsilon) scale act(gate)`, the mean over groups of C = len(scale) elements.
+
+    x and gate [.., G*C], scale [C]; act is x sigmoid(x) for `silu` and `swish`, or `sigmoid`.
+    Source: com.microsoft version 1.
+    """
+    epsilon, activation = node.number("epsilon", 1e-5), node.text("activation", "silu")
+    if activation not in ("silu", "swish", "sigmoid"):
+        raise UnsupportedFeatureError(f"activation {activation}")
+    act = sigmoid if activation == "sigmoid" else silu
+
+    def run(x: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+        grouped = x.reshape(*x.shape[:-1], -1, len(scale))
+        return (grouped / rms(grouped, epsilon) * scale).reshape(x.shape) * act(gate)
+
+    return run
+
+
+@kernel("EmbedLayerNormalization", domain=CONTRIB)
+def _embed_layer_normalization(node: Node) -> Compute:
+    """LayerNormalization of s = word[input_ids] + position[position_ids] + segment[segment_ids].
+
+    input_ids and segment_ids [B, S]; position_ids [B, S] or [1, S], 0 .. S - 1 when absent; tables
+    [entries, H], gamma and beta [H]; mask [B, S]. Outputs: the result [B, S, H]; for each batch the number of
+    ones in mask, int32 [B] (zeros without a mask); s. Source: com.microsoft version 1.
+    """
+    epsilon = node.number("epsilon", 1e-12)
+
+    def run(
+        ids: Tensor,
+        segment_ids: Tensor | None,
+        word: Tensor,
+        position: Tensor,
+        segment: Tensor | None,
+        gamma: Tensor,
+        beta: Tensor,
+        mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = ids.shape[1]
+        total = word[ids] + (position[:count] if position_ids is None else position[position_ids])
+        if segment is not None and segment_ids is not None:
+            total = total + segment[segment_ids]
+        _, rest, inverse = _centred(total, epsilon)
+        lengths = np.zeros(len(ids), np.int32) if mask is None else np.sum(mask, axis=1, dtype=np.int32)
+        return rest * inverse * gamma + beta, lengths, total
 
     return run
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.oracle.kernels.elementwise import silu
+from harness.oracle.kernels.elementwise import sigmoid, silu, softplus
 from harness.oracle.kernels.registry import CONTRIB, kernel
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
@@ -102,6 +102,19 @@ def _required(value: Tensor | None, rule: str, name: str) -> Tensor:
     if value is None:
         raise ValueError(f"update_rule {rule} needs the input {name}")
     return value
+
+
+@kernel("LinearAttentionGate", domain=CONTRIB)
+def _linear_attention_gate(node: Node) -> Compute:
+    """decay = decay_scale softplus(a + dt_bias), and beta = sigmoid(b) where b is given.
+
+    a and b [B, T, N], dt_bias and decay_scale [N]. Source: com.microsoft version 1.
+    """
+
+    def run(a: Tensor, dt_bias: Tensor, decay_scale: Tensor, b: Tensor | None = None) -> tuple[Any, Any]:
+        return decay_scale * softplus(a + dt_bias), None if b is None else sigmoid(b)
+
+    return run
 
 
 @kernel("CausalConvWithState", 27)

@@ -76,6 +76,40 @@ def _contrib_rotary_embedding(node: Node) -> Compute:
     return run
 
 
+@kernel("MRotaryEmbedding", domain=CONTRIB)
+def _m_rotary_embedding(node: Node) -> Compute:
+    """`rotate` where each column of the tables has its own stream of positions: time, height or width.
+
+    x [B, S, H*D] or [B, H, S, D]; position_ids [3, B, S]; tables [positions, R/2]; `mrope_section` (t, h, w)
+    with t + h + w = R/2. Layout 0: columns 0 .. t - 1 follow time, the next h height, the last w width.
+    Layout 1: all follow time, but of the first 3 h columns each third from 1 on follows height, and of the
+    first 3 w each third from 2 on width. Sources: com.microsoft version 1; Qwen2-VL and Qwen3-VL.
+    """
+    heads, width = node.integer("num_heads", 0), node.integer("rotary_embedding_dim", 0)
+    interleaved = bool(node.integer("interleaved", 0))
+    sections = node.integers("mrope_section") or []
+    if len(sections) != 3:
+        raise UnsupportedFeatureError(f"mrope_section {sections}, which is not three numbers")
+    if node.integer("is_packed_batching", 0):
+        raise UnsupportedFeatureError("packed batching")
+    if node.number("scale", 1.0) != 1:
+        raise UnsupportedFeatureError("a scale, which no runtime defines")
+    stream = np.repeat(np.arange(3), sections)
+    if node.integer("mrope_layout", 0):
+        stream = np.zeros(sum(sections), dtype=np.intp)
+        for axis in (1, 2):
+            stream[axis : 3 * sections[axis] : 3] = axis
+
+    def run(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        where = np.moveaxis(positions[stream], 0, -1)  # [B, S, R/2]
+        column = np.arange(len(stream))
+        cos, sin = cos[where, column], sin[where, column]
+        given = heads or x.shape[-1] // (2 * cos.shape[-1])
+        return _by_head(x, cos, sin, heads=given, width=width, interleaved=interleaved)
+
+    return run
+
+
 def _by_head(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, interleaved: bool) -> Tensor:
     """`rotate` on [B, H, S, D] or [B, S, H*D] with tables [B, S, R/2], the same for all heads."""
     if width and width // 2 != cos.shape[-1]:
