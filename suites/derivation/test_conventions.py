@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fixtures.layouts import interface
@@ -117,3 +119,11 @@ def test_a_fixed_buffer_under_a_swapped_name_is_refused(swap: WordSwap) -> None:
     assert derivation.refusal is not None
     assert derivation.refusal.code == "E_AMBIGUOUS_STATE_PAIRING"
     assert set(derivation.refusal.ports) == {past.name, present.name}
+
+
+def test_the_documentation_has_a_row_for_each_family() -> None:
+    """Every entry stands in the table, and the table has no family that is not an entry."""
+    text = (Path(__file__).parents[2] / "docs" / "naming-families.md").read_text(encoding="utf-8")
+    table = text.partition("| family |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert rows == [convention.name for convention in CONVENTIONS]
