@@ -1,7 +1,7 @@
-"""Reading an ONNX file: the graph, its initialisers, and the external files that hold weights.
+"""Reading an ONNX file: the graph, its initialisers, and the files that hold weights.
 
-External data is memory-mapped and never copied; the arrays are views that the operating system pages in
-when they are read.
+Weights are memory-mapped and never copied, whether they lie in external files or in the model file itself;
+the arrays are views that the operating system pages in when they are read.
 """
 
 from __future__ import annotations
@@ -15,28 +15,50 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped] # protobuf has no type hints
 
+from harness import wire
 from harness.errors import InputError
 from harness.oracle.precision import Array, file_dtype
 
 __all__ = ["TensorReader", "attribute_value", "read_model"]
 
 
+_INSIDE_FROM = 4096
+"""Bytes from which raw values are left in the model file; smaller ones are cheaper to parse along."""
+
+_NESTED: dict[str, dict[int, str]] = {
+    "model": {7: "graph", 25: "function"},
+    "graph": {1: "node", 5: "tensor"},
+    "function": {7: "node"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph"},
+}
+"""Field numbers of `onnx.proto` by message: those that can hold a tensor, with the message that they hold."""
+
+_RAW_DATA, _DATA_LOCATION = 9, 14
+_DEEPEST_MESSAGE = 100  # what protobuf itself allows
+
+
 def read_model(path: Path) -> onnx.ModelProto:
-    """Parse the file `path`; external data stays where it is.
+    """Parse the file `path`; large tensors stay where they are.
+
+    Large raw values inside the file come as external data: their location is the file itself. So a model
+    of a gigabyte in one file is read as fast as one with external data, and its weights are mapped.
 
     Raises:
         InputError: the file is missing, unreadable, truncated, or no ONNX model.
     """
     try:
-        # Through a stream, as `onnx.load` guesses a text format from some file name endings.
         with path.open("rb") as stream:
-            model = onnx.load(stream, format="protobuf", load_external_data=False)
+            size = stream.seek(0, 2)
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        with memoryview(mapped) as data:
+            model = onnx.load_model_from_string(_thinned(data, 0, size, "model", path.name, 0), "protobuf")
     except OSError as error:
         raise InputError(
             f"Cannot read the model {path}: {error.strerror or error}.",
             next_action="Name a directory or an .onnx file that exists.",
         ) from error
-    except DecodeError as error:
+    except (DecodeError, wire.WireError) as error:
         raise InputError(
             f"{path} is not a readable ONNX model: it is truncated or damaged.",
             next_action="Export or copy the file again.",
@@ -47,6 +69,72 @@ def read_model(path: Path) -> onnx.ModelProto:
             next_action="Export or copy the file again.",
         )
     return model
+
+
+def _thinned(data: memoryview, start: int, end: int, message: str, location: str, depth: int) -> bytes:
+    """The message at `data[start:end]` with large raw values turned into references to `location`.
+
+    Raises:
+        WireError: the bytes are no such message.
+    """
+    if depth > _DEEPEST_MESSAGE:
+        raise wire.WireError(f"messages nested too deep at offset {start}")
+    if message == "tensor":
+        return _thinned_tensor(data, start, end, location)
+    nested = _NESTED[message]
+    parts: list[bytes | memoryview] = []
+    done = start
+    for number, kind, first, last in wire.fields(data, start, end, only=nested):
+        if kind != wire.BYTES or last - first < _INSIDE_FROM:
+            continue
+        inner = _thinned(data, first, last, nested[number], location, depth + 1)
+        before = _field_start(data, number, first, last)
+        if len(inner) < last - first and before is not None:
+            parts += [data[done:before], _header(number, len(inner)), inner]
+            done = last
+    parts.append(data[done:end])
+    return b"".join(parts)
+
+
+def _thinned_tensor(data: memoryview, start: int, end: int, location: str) -> bytes:
+    parts: list[bytes | memoryview] = []
+    done = start
+    inside = None
+    for number, kind, first, last in wire.fields(data, start, end, only=(_RAW_DATA, _DATA_LOCATION)):
+        if number == _DATA_LOCATION and kind == wire.VARINT and first == onnx.TensorProto.EXTERNAL:
+            return bytes(data[start:end])
+        before = _field_start(data, number, first, last)
+        if number == _RAW_DATA and kind == wire.BYTES and last - first >= _INSIDE_FROM and before is not None:
+            parts.append(data[done:before])
+            done, inside = last, (first, last - first)
+    parts.append(data[done:end])
+    if inside is not None:
+        reference = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
+        for key, value in (("location", location), ("offset", inside[0]), ("length", inside[1])):
+            reference.external_data.add(key=key, value=str(value))
+        parts.append(reference.SerializeToString())
+    return b"".join(parts)
+
+
+def _field_start(data: memoryview, number: int, first: int, last: int) -> int | None:
+    """Where the field with the payload `data[first:last]` begins.
+
+    None where its header is written in more bytes than it needs, which no writer does: such a field is
+    left as it stands.
+    """
+    header = _header(number, last - first)
+    return first - len(header) if data[first - len(header) : first] == header else None
+
+
+def _header(number: int, size: int) -> bytes:
+    """Tag and length that stand before a payload of `size` bytes."""
+    header = bytearray()
+    for value in (number << 3 | wire.BYTES, size):
+        while value > 0x7F:
+            header.append(value & 0x7F | 0x80)
+            value >>= 7
+        header.append(value)
+    return bytes(header)
 
 
 class TensorReader:
