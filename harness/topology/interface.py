@@ -189,14 +189,14 @@ def place_inputs_by_name(inputs: Iterable[Port], *, filled: Collection[Role]) ->
     A role that only one port can have goes to the exact name before a name with the right words; two
     equally good names leave it open.
     """
-    ports = tuple(inputs)
+    ports = [(port, words(port.name)) for port in inputs]
     placed: list[NamedPort] = []
     for rule in _RULES:
         if rule.single and rule.role in filled:
             continue
-        fitting = [port for port in ports if _fits(port, rule)]
-        exact = [port for port in fitting if port.name in rule.names]
-        chosen = exact or [port for port in fitting if _says(port.name, rule)]
+        chosen = [port for port, _ in ports if port.name in rule.names and _fits(port, rule)]
+        if not chosen and rule.words:
+            chosen = [port for port, said in ports if _says(said, rule) and _fits(port, rule)]
         if rule.single and len(chosen) != 1:
             continue
         placed += [NamedPort(port, rule.role, rule.because) for port in chosen]
@@ -209,8 +209,7 @@ def _fits(port: Port, rule: _NameRule) -> bool:
     return port.shape is None or len(port.shape) in rule.ranks
 
 
-def _says(name: str, rule: _NameRule) -> bool:
-    said = words(name)
+def _says(said: frozenset[str], rule: _NameRule) -> bool:
     return any(needed <= said <= needed | rule.beside for needed in rule.words)
 
 
