@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Precision", "PrecisionName", "file_dtype", "type_name"]
+__all__ = ["Array", "Precision", "PrecisionName", "file_dtype", "is_float", "type_name"]
 
 Array: TypeAlias = NDArray[Any]
 PrecisionName: TypeAlias = Literal["float32", "float64"]
@@ -28,7 +28,8 @@ def file_dtype(elem_type: int) -> np.dtype[Any]:
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type))
 
 
-def _is_float(dtype: np.dtype[Any]) -> bool:
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether values of `dtype` are floats, the narrow ones of `ml_dtypes` included."""
     # The narrow floats of ml_dtypes are of kind V or f, its integers have "int" in their names.
     return dtype.kind == "f" or (dtype.kind == "V" and "float" in dtype.name)
 
@@ -58,7 +59,7 @@ class Precision:
 
     def held(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The dtype that holds values of `dtype`."""
-        if _is_float(dtype) and dtype != np.float64:
+        if is_float(dtype) and dtype != np.float64:
             return self.dtype
         return dtype
 

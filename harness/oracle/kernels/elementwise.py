@@ -16,7 +16,7 @@ import numpy as np
 from harness.oracle.kernels.registry import Kernel, always, kernel, register
 from harness.oracle.node import Compute, Node, Tensor
 
-__all__ = ["erf", "gelu", "sigmoid", "silu", "softplus"]
+__all__ = ["erf", "gelu", "gelu_tanh", "sigmoid", "silu", "softplus"]
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + erf(x * math.sqrt(0.5)))
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
+def gelu_tanh(x: Tensor) -> Tensor:
     """`x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`."""
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
@@ -215,7 +215,7 @@ def _clip_6(node: Node) -> Compute:
 @kernel("Gelu", 20)
 def _gelu(node: Node) -> Compute:
     """The input times the normal distribution function of it, exactly or by its tanh approximation."""
-    return _gelu_tanh if node.text("approximate", "none") == "tanh" else gelu
+    return gelu_tanh if node.text("approximate", "none") == "tanh" else gelu
 
 
 @kernel("Swish", 24)

@@ -115,8 +115,8 @@ def _packed_attention(node: Node) -> Compute:
     """MultiHeadAttention behind its own projection: [q, k, v] = x W + b.
 
     x [B, S, C], W [C, 2 H D + H E], b [2 H D + H E]; mask as in `_key_mask`; past and present
-    [2, B, H, .., D], keys first; attention_bias broadcasts to [B, H, S, T]. `qkv_hidden_sizes` (H D, H D, H E)
-    where E differs from D. Source: com.microsoft version 1.
+    [2, B, H, .., D], keys first; attention_bias broadcasts to [B, H, S, T]. `qkv_hidden_sizes` is
+    (H D, H D, H E) where E differs from D. Source: com.microsoft version 1.
     """
     heads, scale = node.integer("num_heads"), node.number("scale", 0.0)
     causal, fill = bool(node.integer("unidirectional", 0)), node.number("mask_filter_value", -10000.0)

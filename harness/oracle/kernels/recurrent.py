@@ -106,7 +106,7 @@ def _required(value: Tensor | None, rule: str, name: str) -> Tensor:
 
 @kernel("LinearAttentionGate", domain=CONTRIB)
 def _linear_attention_gate(node: Node) -> Compute:
-    """decay = decay_scale softplus(a + dt_bias), and beta = sigmoid(b) where b is given.
+    """The decay, decay_scale softplus(a + dt_bias), and beta = sigmoid(b) where b is given.
 
     a and b [B, T, N], dt_bias and decay_scale [N]. Source: com.microsoft version 1.
     """
