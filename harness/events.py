@@ -34,7 +34,7 @@ class CheckStarted:
 
     Attributes:
         package: what the user named: a path or a built-in name.
-        model_path: the graph file.
+        model_path: the graph file, or the name of a built-in package.
         model_sha256: over the graph file and its external files in path order.
         topology_outcome: `derived` or `declared`.
         kv_inputs: number of KV input ports.

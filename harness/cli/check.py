@@ -203,6 +203,7 @@ def _plan(request: _Request) -> CheckPlan:
     return CheckPlan(
         package=request.name,
         model=package.model,
+        model_name=str(package.model) if builtin is None else builtin.name,
         model_sha256=sha256,
         topology=derivation.topology,
         topology_outcome=derivation.outcome.value,

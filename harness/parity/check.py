@@ -52,6 +52,8 @@ class CheckPlan:
     Attributes:
         package: what the user named.
         model: the graph file.
+        model_name: how reports name it: its path, or the name of a built-in package, which is the same
+            on every machine.
         model_sha256: as `harness.package.model_sha256`.
         topology: of the graph.
         topology_outcome: `derived` or `declared`.
@@ -64,6 +66,7 @@ class CheckPlan:
 
     package: str
     model: Path
+    model_name: str
     model_sha256: str
     topology: Topology
     topology_outcome: str
@@ -113,7 +116,7 @@ class _Check:
         self._emit(
             CheckStarted(
                 package=plan.package,
-                model_path=str(plan.model),
+                model_path=plan.model_name,
                 model_sha256=plan.model_sha256,
                 topology_outcome=plan.topology_outcome,
                 kv_inputs=len(plan.topology.kv_inputs),

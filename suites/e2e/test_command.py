@@ -54,6 +54,7 @@ def test_the_demo_is_identical_on_every_engine(tmp_path: Path, candidate: str | 
     (line,) = run.stdout.splitlines()
     document = valid(line)
     assert document["verdict"] == "identical"
+    assert document["model"]["path"] == "demo"
     assert document["model"]["topology"] == {"outcome": "derived", "kv_inputs": 32, "state_pairs": 96}
     assert document["candidate"]["engine"] == (candidate or "ort-cpu")
     assert document["oracle"]["precision"] == "float32"

@@ -1,16 +1,10 @@
-"""SmolLM2 as written, against the weights it was made from.
-
-The reference here reads the GGUF by itself and computes in float64 in that file's own form (rotary
-pairs interleaved); it shares no code with the builder. An independent conversion of the same weights
-agreed with such a reference within 1e-4.
-"""
+"""SmolLM2 as written, against the weights it was made from."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 from tokenizers import Tokenizer
 
 from fixtures.rewrites import rewrite_accuracy_level
 from fixtures.smollm2 import fetched_smollm2, fetched_smollm2_path
+from fixtures.smollm2_reference import LAYERS, initializers, int4_reference, stored_reference, unpacked
 from harness.models.fetch import SMOLLM2_WEIGHTS
 from harness.models.smollm2 import (
     SMOLLM2_INT4_SHA256,
@@ -38,7 +32,7 @@ from harness.package import model_sha256
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-LAYERS, HEADS, KV_HEADS, WIDTH, VOCAB = 30, 9, 3, 64, 49152
+KV_HEADS, WIDTH, VOCAB = 3, 64, 49152
 TEXT = "The capital of France is Paris, and 2 + 2 = 4."
 ENGINES = ["onnxruntime", "nxrt"]
 
@@ -59,65 +53,10 @@ def ids(packages: Mapping[str, Path]) -> list[int]:
     return list(Tokenizer.from_file(str(packages["fp32"].with_name("tokenizer.json"))).encode(TEXT).ids)
 
 
-class Reference:
-    """The model in float64, from its tensors by GGUF name (rotary rows interleaved), without a cache."""
-
-    def __init__(self, weights: Mapping[str, NDArray[np.float32]]) -> None:
-        self._weights = weights
-
-    def logits(self, ids: list[int]) -> NDArray[np.float64]:
-        """[positions, vocab]."""
-        x = self._weights["token_embd.weight"][ids].astype(np.float64)
-        for layer in range(LAYERS):
-            x = x + self._attention(self._norm(x, f"blk.{layer}.attn_norm"), f"blk.{layer}.attn")
-            y = self._norm(x, f"blk.{layer}.ffn_norm")
-            gate = self._linear(y, f"blk.{layer}.ffn_gate")
-            gated = gate / (1 + np.exp(-gate)) * self._linear(y, f"blk.{layer}.ffn_up")
-            x = x + self._linear(gated, f"blk.{layer}.ffn_down")
-        return self._linear(self._norm(x, "output_norm"), "token_embd")
-
-    def _linear(self, x: NDArray[np.float64], name: str) -> NDArray[np.float64]:
-        return np.asarray(x @ self._weights[f"{name}.weight"].T.astype(np.float64))
-
-    def _norm(self, x: NDArray[np.float64], name: str) -> NDArray[np.float64]:
-        mean_square = (x * x).mean(axis=-1, keepdims=True)
-        return np.asarray(x / np.sqrt(mean_square + 1e-5) * self._weights[f"{name}.weight"])
-
-    def _attention(self, x: NDArray[np.float64], name: str) -> NDArray[np.float64]:
-        length = len(x)
-        query = self._rotated(self._linear(x, f"{name}_q"), HEADS)
-        key = self._rotated(self._linear(x, f"{name}_k"), KV_HEADS)
-        value = self._linear(x, f"{name}_v").reshape(length, KV_HEADS, WIDTH)
-        context = np.empty((length, HEADS, WIDTH))
-        for head in range(HEADS):
-            shared = head // (HEADS // KV_HEADS)
-            for position in range(length):
-                scores = key[: position + 1, shared] @ query[position, head] / np.sqrt(WIDTH)
-                weights = np.exp(scores - scores.max())
-                context[position, head] = weights / weights.sum() @ value[: position + 1, shared]
-        return self._linear(context.reshape(length, HEADS * WIDTH), f"{name}_output")
-
-    def _rotated(self, x: NDArray[np.float64], heads: int) -> NDArray[np.float64]:
-        """Elements 2i and 2i + 1 of a head as one complex number, turned by position * 1e5^(-2i/D)."""
-        pairs = x.reshape(len(x), heads, WIDTH // 2, 2)
-        angles = np.arange(len(x))[:, None] * 1e5 ** (-np.arange(0, WIDTH, 2) / WIDTH)
-        turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles)[:, None, :]
-        return np.stack([turned.real, turned.imag], axis=-1).reshape(len(x), heads, WIDTH)
-
-
 @pytest.fixture(scope="module")
-def stored() -> Mapping[str, NDArray[np.float32]]:
-    """Every tensor of the GGUF, dequantised by its own library: fp32 holds these values exactly."""
-    tensors = fetched_smollm2().tensors.values()
-    from gguf.quants import dequantize  # an extra: there once the line above has not skipped
-
-    return {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
-
-
-@pytest.fixture(scope="module")
-def expected(stored: Mapping[str, NDArray[np.float32]], ids: list[int]) -> NDArray[np.float64]:
+def expected(packages: Mapping[str, Path], ids: list[int]) -> NDArray[np.float64]:
     """The reference's logits for `ids`."""
-    return Reference(stored).logits(ids)
+    return stored_reference().logits(ids)
 
 
 class Model:
@@ -244,25 +183,6 @@ def test_provenance_tells_the_whole_way(packages: Mapping[str, Path], weights: s
                 assert attributes[key] == quantisation[key]
 
 
-@cache
-def initializers(model: Path) -> dict[str, NDArray[Any]]:
-    """All weights of a graph by name."""
-    loaded = onnx.load(model)
-    return {tensor.name: numpy_helper.to_array(tensor) for tensor in loaded.graph.initializer}
-
-
-def unpacked(int4: Mapping[str, NDArray[Any]], name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The matrix [N, K] of projection `name` by the operator's definition, and the step of every weight."""
-    nibbles = {
-        part: np.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1).astype(np.float64)
-        for part in ("codes", "zero_points")
-        for values in [int4[f"{name}.weight_{part}"]]
-    }
-    steps = int4[f"{name}.weight_scales"].astype(np.float64)[..., None]
-    matrix = (nibbles["codes"] - nibbles["zero_points"][..., None]) * steps
-    return matrix.reshape(len(matrix), -1), np.broadcast_to(steps, matrix.shape).reshape(len(matrix), -1)
-
-
 def test_int4_weights_lie_within_half_a_step_of_the_fp32_ones(packages: Mapping[str, Path]) -> None:
     """Every projection of every layer; all other weights are the same bits."""
     fp32, int4 = initializers(packages["fp32"]), initializers(packages["int4"])
@@ -277,37 +197,9 @@ def test_int4_weights_lie_within_half_a_step_of_the_fp32_ones(packages: Mapping[
 
 
 @pytest.fixture(scope="module")
-def expected_int4(
-    packages: Mapping[str, Path], stored: Mapping[str, NDArray[np.float32]], ids: list[int]
-) -> NDArray[np.float64]:
+def expected_int4(packages: Mapping[str, Path], ids: list[int]) -> NDArray[np.float64]:
     """The reference's logits with the four-bit weights as they stand in the written graph."""
-    int4 = initializers(packages["int4"])
-    names = {
-        "attn_q": "attention/query_proj",
-        "attn_k": "attention/key_proj",
-        "attn_v": "attention/value_proj",
-        "attn_output": "attention/out_proj",
-        "ffn_gate": "mlp/gate_proj",
-        "ffn_up": "mlp/up_proj",
-        "ffn_down": "mlp/down_proj",
-    }
-    weights = dict(stored)
-    for layer in range(LAYERS):
-        for name, written in names.items():
-            matrix, _ = unpacked(int4, f"layers.{layer}/{written}")
-            if name in ("attn_q", "attn_k"):
-                matrix = interleaved(matrix)
-            weights[f"blk.{layer}.{name}.weight"] = matrix
-    return Reference(weights).logits(ids)
-
-
-def interleaved(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rows i and i + D/2 of each head as rows 2i and 2i + 1."""
-    result = np.empty_like(matrix)
-    for start in range(0, len(matrix), WIDTH):
-        result[start : start + WIDTH : 2] = matrix[start : start + WIDTH // 2]
-        result[start + 1 : start + WIDTH : 2] = matrix[start + WIDTH // 2 : start + WIDTH]
-    return result
+    return int4_reference(packages["int4"]).logits(ids)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

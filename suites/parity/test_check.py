@@ -40,6 +40,7 @@ def check(
     plan = CheckPlan(
         package="tiny",
         model=model,
+        model_name=str(model),
         model_sha256="0" * 64,
         topology=DECODER.topology,
         topology_outcome="derived",
