@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from harness.ports import Dimension, Port
 from harness.topology.conventions import Discipline
 from harness.topology.findings import Finding, quoted
-from harness.topology.shapes import StateShapeMatch, dynamic_state_axes, growing_axes, mismatch
+from harness.topology.shapes import StateShapeMatch, cannot_grow, dynamic_state_axes, growing_axes, mismatch
 from harness.topology.spec import Role
 from harness.topology.swaps import tokens
 
@@ -41,23 +41,27 @@ class CacheBinding:
     discipline: Discipline = Discipline.ANY
 
 
-def check_binding(binding: CacheBinding, *, match: StateShapeMatch, batch: Dimension) -> list[Finding]:
+def check_binding(
+    binding: CacheBinding, *, match: StateShapeMatch, batch: Dimension, sequence: Dimension
+) -> list[Finding]:
     """Check that a pair can be fed back, and be initialised, as what it is called.
 
-    `match` and `batch` are those of `derive_cache`. Nothing is unknown twice: where the graph does not
-    say a dtype or a shape, it contradicts nothing.
+    `match`, `batch` and `sequence` are those of `derive_cache`. Where the graph does not say a dtype or a
+    shape, it contradicts nothing.
     """
     findings = _check_paging(binding)
     if binding.role is Role.STATE:
         findings += _check_initial_state(binding.past, batch)
     if binding.present is not None:
-        findings += _check_agreement(binding, binding.present, match)
+        findings += _check_agreement(binding, binding.present, match, sequence)
         if not findings:
             findings += _check_discipline(binding, binding.present)
     return findings
 
 
-def _check_agreement(binding: CacheBinding, present: Port, match: StateShapeMatch) -> list[Finding]:
+def _check_agreement(
+    binding: CacheBinding, present: Port, match: StateShapeMatch, sequence: Dimension
+) -> list[Finding]:
     past = binding.past
     names = (past.name, present.name)
     findings = []
@@ -75,6 +79,7 @@ def _check_agreement(binding: CacheBinding, present: Port, match: StateShapeMatc
         problem = f"shapes are not spelled alike, as {match.value} matching asks"
     if problem is None and binding.role not in CROSS_ROLES and binding.role is not Role.STATE:
         axes = growing_axes(past.shape, present.shape)
+        problem = cannot_grow(past.shape, present.shape, sequence)
         if len(axes) > 1:
             problem = f"axes {', '.join(map(str, axes))} all differ, and a cache grows along one"
     if problem is not None:

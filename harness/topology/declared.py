@@ -15,7 +15,7 @@ from harness.topology.placement import Direction, Placement
 from harness.topology.shapes import StateShapeMatch
 from harness.topology.sidecar import STATIC_CACHE_LISTS, STATIC_CACHE_PORTS, DeclaredIo
 from harness.topology.spec import Role
-from harness.topology.swaps import cache_role, tokens, without
+from harness.topology.swaps import cache_role, tokens
 
 __all__ = ["place_configured", "place_declared"]
 
@@ -48,7 +48,7 @@ def place_declared(
             bindings.append(CacheBinding(past, present, Role.STATE, None, _BECAUSE))
     bindings += _static_bindings(placement, io)
     for binding in bindings:
-        placement.findings += check_binding(binding, match=match, batch=None)
+        placement.findings += check_binding(binding, match=match, batch=None, sequence=None)
         placement.place_binding(binding)
     for name in io.optional_inputs:
         if _find(placement, name, "input") is not None:
@@ -180,7 +180,7 @@ def _cache_role(name: str, natural: CacheBinding | None, *, cross: bool) -> Role
     """Whether a declared cache holds keys, values or both: as its name says."""
     if natural is not None and natural.role in (CROSS_ROLES if cross else SELF_KV_ROLES):
         return natural.role
-    said = cache_role(without(tokens(name), "past") or tokens(name))
+    said = cache_role(tokens(name))
     if cross:
         return Role.CROSS_KV_VALUE if said in (Role.KV_VALUE, Role.CROSS_KV_VALUE) else Role.CROSS_KV_KEY
     return said if said in SELF_KV_ROLES else Role.KV_FUSED

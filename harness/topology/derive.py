@@ -104,6 +104,7 @@ def derive_cache(
     match: StateShapeMatch,
     placed: Collection[str] = frozenset(),
     batch: Dimension = None,
+    sequence: Dimension = None,
     flow: CacheFlow | None = None,
 ) -> CachePorts:
     """Find the caches of a graph by the names in `conventions`, and by its dataflow where that is given.
@@ -114,6 +115,7 @@ def derive_cache(
         match: when the shapes of a state's two ports agree.
         placed: names of ports that are known to be something else.
         batch: leading symbol of the token port, see `shapes.dynamic_state_axes`.
+        sequence: trailing symbol of the token port, see `shapes.cannot_grow`.
         flow: the second witness.
     """
     inputs = [port for port in inventory.inputs if port.name not in placed]
@@ -137,7 +139,7 @@ def derive_cache(
         ),
     ]
     for binding in book.bindings:
-        findings += check_binding(binding, match=match, batch=batch)
+        findings += check_binding(binding, match=match, batch=batch, sequence=sequence)
     order = {port.name: rank for rank, port in enumerate(inventory.inputs)}
     return CachePorts(
         bindings=tuple(sorted(book.bindings, key=lambda binding: order[binding.past.name])),

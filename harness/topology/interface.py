@@ -35,6 +35,28 @@ _KINDS: Mapping[str, frozenset[str]] = {
     "any": _INTEGERS | _FLOATS | {"bool"},
 }
 _HIDDEN_WORDS = frozenset({"embedding", "embeddings", "embeds", "encoder", "features", "hidden", "pooled"})
+_NO_TOKEN_WORDS = frozenset(
+    {
+        "index",
+        "indices",
+        "label",
+        "labels",
+        "language",
+        "len",
+        "length",
+        "lengths",
+        "mask",
+        "pos",
+        "position",
+        "positions",
+        "segment",
+        "segments",
+        "speaker",
+        "task",
+        "type",
+        "types",
+    }
+)
 PAGED_NAMES = frozenset(
     {
         "attention_metadata",
@@ -216,10 +238,16 @@ def _says(said: frozenset[str], rule: _NameRule) -> bool:
 def place_token_by_shape(inputs: Sequence[Port]) -> NamedPort | Finding | None:
     """Among inputs that nobody could place by name, the one that must be the tokens.
 
-    That is the only integer input of rank 2, batch by sequence. Several are ambiguous; none is None.
+    That is the only integer input of rank 2, batch by sequence, whose name does not say that it is
+    something else. Several are ambiguous; none is None.
     """
     fitting = [
-        port for port in inputs if is_integer(port) and port.shape is not None and len(port.shape) == 2
+        port
+        for port in inputs
+        if is_integer(port)
+        and port.shape is not None
+        and len(port.shape) == 2
+        and not words(port.name) & _NO_TOKEN_WORDS
     ]
     if not fitting:
         return None

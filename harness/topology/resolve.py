@@ -146,8 +146,9 @@ def _place_caches(
     placed = {*placement.inputs, *placement.outputs}
     if placement.taken(Role.LOGITS) is None and any(port.name == "logits" for port in inventory.outputs):
         placed.add("logits")
+    batch, sequence = _token_symbols(placement)
     caches = derive_cache(
-        inventory, conventions, match=match, placed=placed, batch=_batch_symbol(placement), flow=flow
+        inventory, conventions, match=match, placed=placed, batch=batch, sequence=sequence, flow=flow
     )
     placement.findings += caches.findings
     for binding in caches.bindings:
@@ -180,10 +181,14 @@ def _refuse_paging(placement: Placement) -> None:
         )
 
 
-def _batch_symbol(placement: Placement) -> Dimension:
-    name = placement.taken(Role.TOKEN) or placement.taken(Role.EMBEDS)
+def _token_symbols(placement: Placement) -> tuple[Dimension, Dimension]:
+    """How the port that drives the decoder spells its batch and its length."""
+    token = placement.taken(Role.TOKEN)
+    name = token or placement.taken(Role.EMBEDS)
     port = None if name is None else placement.port(name, "input")
-    return port.shape[0] if port is not None and port.shape else None
+    shape = (port.shape if port is not None else None) or ()
+    batch = shape[0] if shape else None
+    return batch, shape[1] if len(shape) > 1 else None
 
 
 def _is_declared_elsewhere(role: Role, io: DeclaredIo) -> bool:

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from harness.ports import Dimension, Port
 
-__all__ = ["Shape", "StateShapeMatch", "dynamic_state_axes", "growing_axes", "mismatch"]
+__all__ = ["Shape", "StateShapeMatch", "cannot_grow", "dynamic_state_axes", "growing_axes", "mismatch"]
 
 Shape = tuple[Dimension, ...]
 
@@ -59,6 +59,23 @@ def growing_axes(past: Shape | None, present: Shape | None) -> tuple[int, ...]:
     if len(differing) < 2:
         return differing
     return tuple(axis for axis in differing if axis > 0 and not isinstance(past[axis], int))
+
+
+def cannot_grow(past: Shape | None, present: Shape | None, sequence: Dimension) -> str | None:
+    """Why a cache that grows by these shapes does not, one phrase; None if it may.
+
+    `sequence` is the length of this call's tokens, as the token port spells it. A present of that length,
+    or of a concrete one, holds this call's tokens only, without those of the past.
+    """
+    axes = growing_axes(past, present)
+    if len(axes) != 1 or past is None or present is None or isinstance(past[axes[0]], int):
+        return None
+    after = present[axes[0]]
+    if isinstance(after, int):
+        return f"axis {axes[0]} is {past[axes[0]]!r} before and always {after} after"
+    if after is not None and after == sequence and any(letter.isalpha() for letter in after):
+        return f"axis {axes[0]} is as long as this call's tokens, {after!r}, without the past"
+    return None
 
 
 def dynamic_state_axes(port: Port, batch: Dimension) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ _STATE = frozenset(
         "wkv",
     }
 )
+_SIDE = frozenset({"past", "present"})
 _ACTIVATION = frozenset({"embedding", "embeddings", "embeds", "features", "hidden", "states"})
 
 _Tokens = tuple[str, ...]
@@ -60,7 +61,7 @@ def says_activation(name: str) -> bool:
 
 def cache_role(words: Sequence[str]) -> Role:
     """What a cache is whose name has these words: keys, values or both of an attention, or a state."""
-    open_words = list(words)
+    open_words = [word for word in words if word not in _SIDE]
     if open_words[:2] == ["key", "values"] and len(open_words) > 2:
         open_words = open_words[2:]  # `past_key_values`, the name of the whole, says nothing of the part
     said = set(open_words)

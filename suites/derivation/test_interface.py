@@ -62,6 +62,14 @@ def test_embeddings_alone_drive_the_decoder() -> None:
     assert (found.token_input, found.inputs_embeds_input) == (None, "inputs_embeds")
 
 
+@pytest.mark.parametrize("name", ["labels", "padding_mask", "segment_ids", "language_type"])
+def test_an_integer_matrix_that_is_named_for_something_else_is_no_token_input(name: str) -> None:
+    """Being the only candidate is not enough where the name says that it is another thing."""
+    found = refusal([Port(name, "int64", ("b", "s"))], [LOGITS])
+    assert found.code == "E_NO_TOKEN_INPUT"
+    assert name in found.ports
+
+
 @pytest.mark.parametrize("shape", [("b",), ("b", 17, "s"), ()])
 def test_an_integer_of_another_rank_is_no_token_input_by_shape(shape: tuple[str | int, ...]) -> None:
     """A length or a frame of codes is not taken for tokens; the refusal names it."""
