@@ -36,6 +36,9 @@ class Residency(Protocol):
     def reserve(self, nbytes: int) -> bool:
         """Whether `nbytes` more may stay; they count against the budget when so."""
 
+    def claim(self, nbytes: int) -> Callable[[], bool]:
+        """Ask for `nbytes`; the answer, the same for all claims, is known once the model is planned."""
+
 
 @dataclass(frozen=True, slots=True)
 class Node:

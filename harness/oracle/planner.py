@@ -6,7 +6,7 @@ Every operator that is missing is found here, before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,15 @@ _SMALL = 1 << 16
 
 
 class Budget:
-    """How much memory weights may take that are not views of the file: widened, dequantised, computed."""
+    """How much memory weights may take that are not views of the file: widened, dequantised, computed.
+
+    What a plan needs at once is reserved. Weights of products are claimed: either all of them stay, or
+    none does and each is made anew at each use, as a model of which a part stays is bound by the rest.
+    """
 
     def __init__(self, limit: int) -> None:
         self.left = limit
+        self._claimed = 0
 
     def reserve(self, nbytes: int) -> bool:
         """Whether `nbytes` more may stay; they count against the budget when so."""
@@ -40,6 +45,11 @@ class Budget:
             return False
         self.left -= nbytes
         return True
+
+    def claim(self, nbytes: int) -> Callable[[], bool]:
+        """Count `nbytes` among what is claimed; gives what tells, once all is planned, whether it fits."""
+        self._claimed += nbytes
+        return lambda: self._claimed <= self.left
 
 
 class Planner:

@@ -12,36 +12,39 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.oracle.kernels.registry import kernel
+from harness.oracle.matrix import DenseMatrix, Projection, ResidentMatrix
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
 
-@kernel("MatMul", (1, 9, 13))
+@kernel("MatMul", (1, 9, 13), raw=(1,))
 def _matmul(node: Node) -> Compute:
     """`a @ b` as numpy's matmul: [.., M, K] @ [.., K, N] to [.., M, N], leading axes broadcast.
 
     With a constant matrix b all rows of a go into one product, as numpy would make one a batch.
     """
     constant = node.constant(1)
-    if constant is None or constant.ndim != 2:
+    if constant is None:
         return np.matmul
-    depth, width = constant.shape
-
-    def run(a: Tensor, b: Tensor) -> Tensor:
-        if a.ndim == 2 or (a.ndim == 3 and a.shape[0] == 1):
-            return np.matmul(a, b)
-        return np.matmul(a.reshape(-1, depth), b).reshape(*a.shape[:-1], width)
-
-    return run
+    dtype = node.precision.held(constant.dtype)
+    if constant.ndim != 2 or dtype.kind != "f":
+        stays = node.residency.reserve(constant.size * dtype.itemsize) if dtype != constant.dtype else True
+        kept = node.precision.widen(constant) if stays else None
+        return lambda a, b: np.matmul(a, node.precision.widen(b) if kept is None else kept)
+    return Projection(ResidentMatrix(DenseMatrix(constant.T, dtype), node.residency))
 
 
-@kernel("Gemm", (7, 9, 11, 13))
+@kernel("Gemm", (7, 9, 11, 13), raw=(1,))
 def _gemm(node: Node) -> Compute:
     """`alpha a' @ b' + beta c`, where ' transposes as `transA` and `transB` say; c broadcasts to [M, N]."""
     alpha, beta = node.number("alpha", 1.0), node.number("beta", 1.0)
     flip_a, flip_b = bool(node.integer("transA", 0)), bool(node.integer("transB", 0))
+    constant = node.constant(1)
+    if constant is not None and node.precision.held(constant.dtype).kind == "f":
+        weight = DenseMatrix(constant if flip_b else constant.T, node.precision.held(constant.dtype))
+        return Projection(ResidentMatrix(weight, node.residency), alpha, flip_a, 2, beta)
 
     def run(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-        y = np.matmul(a.T if flip_a else a, b.T if flip_b else b)
+        y = np.matmul(a.T if flip_a else a, node.precision.widen(b.T if flip_b else b))
         if alpha != 1:
             y = (y * alpha).astype(y.dtype)
         if c is None or beta == 0:

@@ -1,30 +1,31 @@
-"""Weights of a few bits, dequantised by block."""
+"""Weights of a few bits, unpacked by block as products go."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from harness.oracle.kernels.registry import CONTRIB, kernel
+from harness.oracle.matrix import Projection, ResidentMatrix
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 from harness.oracle.precision import Precision
 
-_TILE_ROWS = 256
-"""Output features that are dequantised together."""
+__all__ = ["BlockwiseMatrix", "unpacked"]
 
 
-@kernel("MatMulNBits", domain=CONTRIB, raw=(1, 2, 3, 5))
+@kernel("MatMulNBits", domain=CONTRIB, raw=(1, 2, 3, 4, 5))
 def _matmul_n_bits(node: Node) -> Compute:
-    """A W^T + bias with W[n, k] = (q[n, k] - zero[n, k div block]) scale[n, k div block].
+    """A W^T + bias with W[n, k] = (q[n, k] - zero[n, g(k)]) scale[n, g(k)] and g(k) = k div block.
 
     A [.., K]; q packed in B [N, blocks, block*bits/8] uint8, lowest bits first; scales [N, blocks]; zero
     points [N, blocks] as floats, or packed like B in uint8 [N, ceil(blocks*bits/8)], 2^(bits-1) when
-    absent; bias [N]. `accuracy_level` asks other engines for less than what is computed here. The
-    dequantised W stays in memory while the budget lasts, else it is made anew, tile by tile.
-    Source: com.microsoft version 1.
+    absent; g_idx [K] gives g instead; bias [N]. `accuracy_level` asks other engines for less than what is
+    computed here. Source: com.microsoft version 1.
     """
     bits, block = node.integer("bits", 4), node.integer("block_size")
     rows, depth = node.integer("N"), node.integer("K")
@@ -32,51 +33,166 @@ def _matmul_n_bits(node: Node) -> Compute:
         raise UnsupportedFeatureError(f"bits={bits}")
     if node.integer("weight_prepacked", 0):
         raise UnsupportedFeatureError("weight_prepacked")
-    if node.has_input(4):
-        raise UnsupportedFeatureError("g_idx")
-    precision = node.precision
-    blocks = -(-depth // block)
-    dequantise = functools.partial(
-        _dequantised, bits=bits, blocks=blocks, block=block, depth=depth, precision=precision
-    )
-    fixed = all(node.constant(index) is not None for index in range(1, 4) if node.has_input(index))
-    keeps = fixed and node.residency.reserve(rows * depth * precision.dtype.itemsize)
-    kept: list[Tensor] = []
 
-    def run(
-        a: Tensor,
+    def matrix(
+        _a: Any,
         packed: Tensor,
         scales: Tensor,
         zeros: Tensor | None = None,
-        _group: Any = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        tokens = a.reshape(-1, depth)
-        packed = packed.reshape(rows, blocks, -1)
-        scales = scales.reshape(rows, blocks)
-        zeros = None if zeros is None else zeros.reshape(rows, -1)
+        groups: Tensor | None = None,
+        *_: Any,
+    ) -> BlockwiseMatrix:
+        blocks = -(-depth // block)
+        return BlockwiseMatrix(
+            packed=packed.reshape(rows, blocks, -1),
+            scales=scales.reshape(rows, -1),
+            zeros=None if zeros is None else zeros.reshape(rows, -1),
+            groups=None if groups is None else groups.reshape(-1),
+            depth=depth,
+            bits=bits,
+            precision=node.precision,
+        )
 
-        def tiles() -> Iterator[tuple[slice, Tensor]]:
-            """Rows of the weight, a few at a time so that they stay in the processor's cache."""
-            for start in range(0, rows, _TILE_ROWS):
-                tile = slice(start, start + _TILE_ROWS)
-                yield tile, dequantise(packed[tile], scales[tile], None if zeros is None else zeros[tile])
+    weights = [node.constant(index) for index in range(5)]
+    fixed = all(weights[index] is not None for index in range(1, 5) if node.has_input(index))
+    source: Any = ResidentMatrix(matrix(*weights), node.residency) if fixed else matrix
+    return Projection(source, bias=5)
 
-        if keeps and not kept:
-            kept.append(np.empty((rows, depth), dtype=precision.dtype))
-            for tile, weight in tiles():
-                kept[0][tile] = weight
-        if keeps:
-            y = np.matmul(tokens, kept[0].T)
+
+@dataclass(frozen=True, slots=True)
+class BlockwiseMatrix:
+    """A weight [N, K] of packed codes, each block of which has a scale and a zero point.
+
+    A byte holds 8/bits neighbours. Their sums may be in any order, so tiles are unpacked into planes, one
+    for each place in a byte, and the tokens are put into the same order instead: no code is moved.
+
+    Attributes:
+        packed: [N, blocks, bytes] uint8.
+        scales: [N, groups], in the dtype of the file.
+        zeros: [N, groups] floats, or codes packed in uint8 [N, ceil(groups*bits/8)]; None for 2^(bits-1).
+        groups: for each of the K its group; None where the groups are the blocks.
+        depth: K; the last block may reach beyond it.
+        bits: of a code: 2, 4 or 8.
+        precision: what is computed in.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    groups: Tensor | None
+    depth: int
+    bits: int
+    precision: Precision
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return int(self.packed.shape[0])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of products."""
+        return self.precision.dtype
+
+    @property
+    def ready(self) -> bool:
+        """Never: there are only codes."""
+        return False
+
+    @property
+    def _planes(self) -> int:
+        return 8 // self.bits
+
+    @property
+    def _bytes(self) -> int:
+        """Bytes of a row."""
+        return int(self.packed.shape[1] * self.packed.shape[2])
+
+    def tile_rows(self, tokens: int) -> int:
+        """Few enough that a tile is multiplied while it is in the cache; more for many tokens.
+
+        BLAS rearranges the tokens anew for each tile, which must not outweigh the product.
+        """
+        return 64 if tokens <= 64 else 128
+
+    def arranged(self, tokens: Tensor) -> Tensor:
+        """Columns in the order of the planes; zeros where the last block reaches beyond K."""
+        planes, count = self._planes, len(tokens)
+        columns = np.zeros((planes, self._bytes, count), dtype=self.dtype)
+        for plane in range(planes):
+            part = tokens[:, plane::planes]
+            columns[plane, : part.shape[1]] = part.T
+        return columns.reshape(-1, count)
+
+    def scratch(self, rows: int, tokens: int) -> Tensor:
+        """Where the planes of a tile go."""
+        return np.empty((min(rows, self.rows), self._planes, self._bytes), dtype=self.dtype)
+
+    def multiply(self, start: int, stop: int, columns: Tensor, out: Tensor, scratch: Tensor) -> None:
+        """Unpack and multiply."""
+        tile = scratch[: stop - start]
+        self._unpack(start, stop, tile)
+        np.matmul(tile.reshape(stop - start, -1), columns, out=out)
+
+    def fill(self, start: int, stop: int, out: Tensor) -> None:
+        """Unpacked, in the order of K."""
+        tile = np.empty((stop - start, self._planes, self._bytes), dtype=self.dtype)
+        self._unpack(start, stop, tile)
+        for plane in range(self._planes):
+            part = out[:, plane :: self._planes]
+            part[...] = tile[:, plane, : part.shape[1]]
+
+    def _unpack(self, start: int, stop: int, tile: Tensor) -> None:
+        """Rows `start` to `stop` as planes [rows, 8/bits, bytes of a row]."""
+        packed = self.packed[start:stop]
+        scales = np.ascontiguousarray(self.precision.widen(self.scales[start:stop]))
+        zeros = None if self.zeros is None else self._zero_points(start, stop)
+        if self.groups is None and (unpack := vector_unpacker(self.bits)) is not None:
+            if zeros is None:
+                zeros = np.full(scales.shape, 2 ** (self.bits - 1), dtype=self.dtype)
+            unpack(packed, zeros.astype(self.dtype, copy=False), scales, tile)
         else:
-            y = np.empty((len(tokens), rows), dtype=precision.dtype)
-            for tile, weight in tiles():
-                y[:, tile] = np.matmul(tokens, weight.T)
-        if bias is not None:
-            y = y + precision.widen(bias)
-        return y.reshape(*a.shape[:-1], rows)
+            self._unpack_in_numpy(packed, zeros, scales, tile)
 
-    return run
+    def _zero_points(self, start: int, stop: int) -> Tensor:
+        """Zero points [rows, groups]: floats in the oracle's precision, or codes in uint8."""
+        assert self.zeros is not None
+        zeros = self.zeros[start:stop]
+        if zeros.dtype == np.uint8:
+            return np.ascontiguousarray(unpacked(zeros, self.bits)[:, : self.scales.shape[1]])
+        return np.ascontiguousarray(self.precision.widen(zeros))
+
+    def _unpack_in_numpy(self, packed: Tensor, zeros: Tensor | None, scales: Tensor, tile: Tensor) -> None:
+        """As the vector code does it, to the bit: convert, subtract, multiply, each rounded by itself.
+
+        Codes and zero points of up to four bits are subtracted as bytes, which is exact as well.
+        """
+        codes = packed.reshape(len(packed), -1)
+        spread = self._spread(scales)
+        lifts = None if zeros is None else self._spread(zeros)
+        default = np.uint8(2 ** (self.bits - 1))
+        for plane in range(self._planes):
+            part = codes if not plane else codes >> np.uint8(plane * self.bits)
+            if self.bits < 8:
+                part = part & np.uint8(2**self.bits - 1)
+            lift = default if lifts is None else lifts(plane)
+            values = tile[:, plane]
+            if lift.dtype == np.uint8 and (lifts is None or self.bits < 8):
+                # Wraps around to what, read as a signed byte, is the difference.
+                np.copyto(values, np.subtract(part, lift).view(np.int8))
+            else:
+                np.subtract(part, lift, out=values, dtype=values.dtype, casting="unsafe")
+            np.multiply(values, spread(plane), out=values)
+
+    def _spread(self, values: Tensor) -> Callable[[int], Tensor]:
+        """What gives [rows, bytes of a row], for each byte of a plane the value of its group."""
+        if self.groups is None:
+            # Once for all planes: neighbours in a byte are of one block.
+            whole = np.repeat(values, self.packed.shape[2], axis=1)
+            return lambda plane: whole
+        groups = np.zeros(self._planes * self._bytes, dtype=np.int64)
+        groups[: self.depth] = self.groups
+        return lambda plane: values[:, groups[plane :: self._planes]]
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
@@ -90,25 +206,11 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
     return codes.reshape(*packed.shape[:-1], -1)
 
 
-def _dequantised(
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    *,
-    bits: int,
-    blocks: int,
-    block: int,
-    depth: int,
-    precision: Precision,
-) -> Tensor:
-    """Weights [rows, K] of packed codes [rows, blocks, bytes]; see `_matmul_n_bits`."""
-    if zeros is None:
-        zero: Any = 2 ** (bits - 1)
-    elif zeros.dtype == np.uint8:
-        zero = unpacked(zeros, bits)[:, :blocks, None].astype(precision.dtype)
-    else:
-        zero = precision.widen(zeros)[:, :blocks, None]
-    weight = unpacked(packed, bits).astype(precision.dtype).reshape(len(packed), blocks, block)
-    weight -= zero
-    weight *= precision.widen(scales)[:, :, None]
-    return weight.reshape(len(packed), -1)[:, :depth]
+@functools.cache
+def vector_unpacker(bits: int) -> Callable[[Any, Any, Any, Any], None] | None:
+    """What unpacks in vector code; None without the extra `fast`."""
+    if find_spec("numba") is None:
+        return None
+    from harness.oracle.kernels._vector import unpacker
+
+    return unpacker(bits)

@@ -1,0 +1,275 @@
+"""Weights as matrices that products read tile by tile, and the products themselves.
+
+A weight W [N, K] takes part in x W^T, whatever its file looks like: in the oracle's precision, narrower, or
+in a few bits. What must be widened or unpacked is made anew at each use, a tile at a time, unless the model's
+weights fit into the limit of what may stay (`Residency`).
+
+Tiles are multiplied as `W_tile @ xT` with xT [K, M] contiguous, which OpenBLAS does about half as fast again
+as `x @ W_tile.T` for the few tokens M of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from harness.oracle.node import Residency, Tensor
+from harness.oracle.workers import Claims, share, worker_count
+
+__all__ = ["Deferred", "DenseMatrix", "Matrix", "Projection", "ResidentMatrix", "product"]
+
+_SHARED_FROM = 1 << 24
+"""Multiplications from which a product is worth a helper: about a millisecond of one processor."""
+
+_READY_ROWS = 256
+"""Most rows of a tile that lies ready."""
+
+_NARROW_DEPTH, _NARROW_ROWS = 256, 1024
+"""Most extents of the tile, a megabyte, in which a narrow weight is widened."""
+
+_FILL_ROWS = 256
+"""Rows of a weight that are widened or unpacked together to be kept."""
+
+
+class Matrix(Protocol):
+    """A weight [rows, depth] in tiles of rows.
+
+    Attributes:
+        rows: N, the features that come out.
+        depth: K, the features that go in.
+        dtype: what products are computed in.
+        ready: whether its elements lie in memory, or in a mapped file, just as BLAS takes them.
+    """
+
+    @property
+    def rows(self) -> int: ...  # noqa: D102 (described above)
+    @property
+    def depth(self) -> int: ...  # noqa: D102
+    @property
+    def dtype(self) -> np.dtype[Any]: ...  # noqa: D102
+    @property
+    def ready(self) -> bool: ...  # noqa: D102
+
+    def tile_rows(self, tokens: int) -> int:
+        """How many rows to multiply at once by `tokens` tokens."""
+
+    def arranged(self, tokens: Tensor) -> Tensor:
+        """Tokens [M, depth] as contiguous columns [any, M] in the order in which tiles are summed over."""
+
+    def scratch(self, rows: int, tokens: int) -> Any:
+        """What a worker needs for tiles of `rows` rows; handed back to `multiply`."""
+
+    def multiply(self, start: int, stop: int, columns: Tensor, out: Tensor, scratch: Any) -> None:
+        """Write rows `start` to `stop` of the product, [stop - start, M], to `out`."""
+
+    def fill(self, start: int, stop: int, out: Tensor) -> None:
+        """Write rows `start` to `stop` of the weight itself, [stop - start, depth], to `out`."""
+
+
+def product(matrix: Matrix, tokens: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+    """`tokens @ weight[start:stop].T` for tokens [M, K]: [M, stop - start], contiguous."""
+    stop = matrix.rows if stop is None else stop
+    count = len(tokens)
+    shared = worker_count() > 1 and (stop - start) * matrix.depth * count >= _SHARED_FROM
+    if isinstance(matrix, DenseMatrix) and matrix.ready and not shared:
+        weight = matrix.array[start:stop]
+        if count == 1:
+            return np.matmul(tokens, weight.T)
+        return np.ascontiguousarray(np.matmul(weight, np.ascontiguousarray(tokens.T)).T)
+    columns = matrix.arranged(tokens)
+    y = np.empty((stop - start, count), dtype=matrix.dtype)
+    rows = matrix.tile_rows(count)
+    jobs = -(-(stop - start) // rows)
+
+    def work(claims: Claims) -> None:
+        scratch = matrix.scratch(rows, count)
+        for job in claims:
+            first = start + job * rows
+            last = min(first + rows, stop)
+            matrix.multiply(first, last, columns, y[first - start : last - start], scratch)
+
+    if shared:
+        share(jobs, work)
+    else:
+        work(Claims(jobs))
+    return np.ascontiguousarray(y.T)
+
+
+class DenseMatrix:
+    """A weight of floats as it lies in the file: rows or, as `MatMul` has them, columns contiguous."""
+
+    def __init__(self, array: Tensor, dtype: np.dtype[Any]) -> None:
+        self.array = array
+        self.rows: int = array.shape[0]
+        self.depth: int = array.shape[1]
+        self.dtype = dtype
+        self.ready = array.dtype == dtype
+
+    def tile_rows(self, tokens: int) -> int:
+        """Wide tiles where they must be widened, as each reads its columns from every row of the file."""
+        share_of_one = -(-self.rows // (4 * worker_count()))
+        return min(_READY_ROWS if self.ready else _NARROW_ROWS, max(64, -(-share_of_one // 64) * 64))
+
+    def arranged(self, tokens: Tensor) -> Tensor:
+        """In order."""
+        return np.ascontiguousarray(tokens.T)
+
+    def scratch(self, rows: int, tokens: int) -> Any:
+        """Where a tile is widened, and a part of the sum."""
+        if self.ready:
+            return None
+        depth = min(self.depth, _NARROW_DEPTH)
+        order: Any = "C" if self.array.strides[0] >= self.array.strides[1] else "F"
+        return np.empty((rows, depth), self.dtype, order), np.empty((rows, tokens), self.dtype)
+
+    def multiply(self, start: int, stop: int, columns: Tensor, out: Tensor, scratch: Any) -> None:
+        """In one go, or chunk by chunk along the sum where it must be widened."""
+        if self.ready:
+            np.matmul(self.array[start:stop], columns, out=out)
+            return
+        wide, part = scratch
+        count = stop - start
+        for first in range(0, self.depth, _NARROW_DEPTH):
+            last = min(first + _NARROW_DEPTH, self.depth)
+            tile = wide[:count, : last - first]
+            widen_into(self.array[start:stop, first:last], tile)
+            if first == 0:
+                np.matmul(tile, columns[first:last], out=out)
+            else:
+                np.matmul(tile, columns[first:last], out=part[:count])
+                out += part[:count]
+
+    def fill(self, start: int, stop: int, out: Tensor) -> None:
+        """Widened."""
+        widen_into(self.array[start:stop], out)
+
+
+def widen_into(narrow: Tensor, out: Tensor) -> None:
+    """Copy `narrow` to the wider `out`, exactly. Half precision goes by its bits, as numpy takes ages.
+
+    A half is s eeeee mmmmmmmmmm; moved to the places of a float32 its exponent is 112 too small, also where
+    it is subnormal. Only infinities and NaN, whose exponent is 31, need numpy.
+    """
+    if narrow.dtype != np.float16 or narrow.size < 256:
+        np.copyto(out, narrow)
+        return
+    bits = narrow.view(np.int16)
+    if np.max(bits & 0x7FFF) >= 0x7C00:
+        np.copyto(out, narrow)
+        return
+    spread = bits.astype(np.int32)
+    np.left_shift(spread, 13, out=spread)
+    # Three copies of the sign stand where the exponent of a half does not reach.
+    np.bitwise_and(spread, np.int32(~0x70000000), out=spread)
+    np.multiply(spread.view(np.float32), np.float32(2.0**112), out=out)
+
+
+class ResidentMatrix:
+    """A weight that is widened or unpacked once, at its first use, if the model's weights fit in memory."""
+
+    def __init__(self, matrix: Matrix, residency: Residency) -> None:
+        self._matrix = matrix
+        if not matrix.ready:
+            self._granted = residency.claim(matrix.rows * matrix.depth * matrix.dtype.itemsize)
+
+    def now(self) -> Matrix:
+        """The matrix to use: the kept copy, or the one that makes its tiles anew."""
+        source = self._matrix
+        if not source.ready and self._granted():
+            whole = np.empty((source.rows, source.depth), dtype=source.dtype)
+
+            def work(claims: Claims) -> None:
+                for job in claims:
+                    start, stop = job * _FILL_ROWS, min((job + 1) * _FILL_ROWS, source.rows)
+                    source.fill(start, stop, whole[start:stop])
+
+            share(-(-source.rows // _FILL_ROWS), work)
+            self._matrix = DenseMatrix(whole, source.dtype)
+        return self._matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """`scale x W^T + bias`, not computed yet: any part of it can be asked for.
+
+    Attributes:
+        x: [.., K].
+        matrix: W [N, K].
+        scale: a factor.
+        bias: None, or broadcastable to [.., N]; of one axis where parts are asked for.
+    """
+
+    x: Tensor
+    matrix: Matrix
+    scale: float = 1.0
+    bias: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole: [.., N]."""
+        return (*self.x.shape[:-1], self.matrix.rows)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the whole."""
+        return self.matrix.dtype
+
+    def columns(self, start: int, stop: int, positions: Sequence[int] | None = None) -> Tensor:
+        """Columns `start` to `stop` at `positions` of all leading axes taken as one (all by default)."""
+        tokens = self.x.reshape(-1, self.matrix.depth)
+        if positions is not None:
+            tokens = tokens[list(positions)]
+        y = product(self.matrix, tokens, start, stop)
+        if self.scale != 1:
+            y *= self.scale
+        if self.bias is not None:
+            y = y + (self.bias if self.bias.size == 1 else self.bias[start:stop])
+        return y
+
+    def whole(self) -> Tensor:
+        """All of it."""
+        y = product(self.matrix, self.x.reshape(-1, self.matrix.depth)).reshape(self.shape)
+        if self.scale != 1:
+            y *= self.scale
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A product with a weight, as what computes a node.
+
+    Attributes:
+        matrix: the weight; or, where the graph computes it, what makes it of the node's inputs.
+        scale: a factor.
+        turned: whether the first input comes as [K, M].
+        bias: position of the bias among the inputs.
+        bias_scale: a factor of the bias.
+    """
+
+    matrix: ResidentMatrix | Callable[..., Matrix]
+    scale: float = 1.0
+    turned: bool = False
+    bias: int | None = None
+    bias_scale: float = 1.0
+
+    def later(self, *inputs: Any) -> Deferred:
+        """The node's output, not computed yet."""
+        matrix = self.matrix.now() if isinstance(self.matrix, ResidentMatrix) else self.matrix(*inputs)
+        x = inputs[0].T if self.turned else inputs[0]
+        if x.shape[-1] != matrix.depth:
+            raise ValueError(f"{x.shape[-1]} features meet a weight of {matrix.depth}")
+        bias = None
+        if self.bias is not None and len(inputs) > self.bias and self.bias_scale != 0:
+            bias = inputs[self.bias]
+        if bias is not None:
+            bias = bias.astype(matrix.dtype, copy=False)
+            if self.bias_scale != 1:
+                bias = (bias * self.bias_scale).astype(matrix.dtype, copy=False)
+        return Deferred(x, matrix, self.scale, bias)
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """The node's output."""
+        return self.later(*inputs).whole()

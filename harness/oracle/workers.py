@@ -1,0 +1,105 @@
+"""A few symmetric workers that share the tiles of a large product, each with BLAS on one thread.
+
+That is faster than one product on many BLAS threads where tiles must first be unpacked or widened: each
+worker multiplies what it has just made, while it lies in its processor's cache. The work is claimed tile by
+tile, so that a worker that the machine keeps waiting holds nobody up.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+
+__all__ = ["Claims", "processors", "share", "worker_count", "workers"]
+
+_COUNT: ContextVar[int] = ContextVar("worker_count", default=1)
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def workers(count: int) -> Iterator[None]:
+    """Let products inside the block be shared by `count` workers, the caller being one of them."""
+    token = _COUNT.set(count)
+    try:
+        yield
+    finally:
+        _COUNT.reset(token)
+
+
+def worker_count() -> int:
+    """How many workers `share` uses here; 1 outside `workers`, and inside a worker."""
+    return _COUNT.get()
+
+
+class Claims:
+    """The numbers 0 to `jobs - 1`, each handed out once, to whichever worker asks next."""
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[int]:
+        """Until nothing is left."""
+        while True:
+            with self._lock:
+                job = self._next
+                self._next += 1
+            if job >= self._jobs:
+                return
+            yield job
+
+    def stop(self) -> None:
+        """Hand out nothing more."""
+        self._jobs = 0
+
+
+def share(jobs: int, work: Callable[[Claims], None]) -> None:
+    """Call `work` once in each worker with claims on `jobs` jobs, and return when all are done.
+
+    `work` does the jobs that it claims, with what it allocates for itself. Its first error is raised here
+    when all workers have stopped; settings of the caller's context, such as `np.errstate`, hold in workers.
+    """
+    claims = Claims(jobs)
+    helpers = min(worker_count(), jobs) - 1
+    if helpers < 1:
+        work(claims)
+        return
+    futures = [_pool().submit(copy_context().run, _alone, work, claims) for _ in range(helpers)]
+    try:
+        work(claims)
+    finally:
+        claims.stop()
+        wait(futures)
+    for future in futures:
+        future.result()
+
+
+def _alone(work: Callable[[Claims], None], claims: Claims) -> None:
+    """In a helper: nothing inside is shared again, which could wait for itself."""
+    _COUNT.set(1)
+    try:
+        work(claims)
+    finally:
+        claims.stop()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=max(1, processors() - 1), thread_name_prefix="oracle")
+
+
+if hasattr(os, "register_at_fork"):
+    # Threads do not survive a fork: the child makes its own.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
