@@ -44,9 +44,11 @@ class Precision:
 
     Attributes:
         name: `float32` or `float64`.
+        rounding: whether values are rounded to their declared types (`harness.oracle.rounding`).
     """
 
     name: PrecisionName
+    rounding: bool = False
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -425,8 +425,8 @@ def test_group_query_attention_is_attention_with_its_own_cache(
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "a quantised cache": ("GroupQueryAttention", {"k_quant_type": "PER_TENSOR"}),
-    "a window-sized cache": ("GroupQueryAttention", {"sliding_window_cache": 1, "local_window_size": 2}),
+    "a cache quantised in another way": ("GroupQueryAttention", {"k_quant_type": "PER_TOKEN"}),
+    "a cache of no window": ("GroupQueryAttention", {"sliding_window_cache": 1}),
     "prepacked weights": ("MatMulNBits", {"weight_prepacked": 1}),
     "an update rule": ("LinearAttention", {"update_rule": "unheard of"}),
     "two spatial axes": ("CausalConvWithState", {"ndim": 2}),

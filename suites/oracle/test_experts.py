@@ -99,7 +99,7 @@ def test_each_layout_of_swiglu_is_the_same_numbers(
 def test_a_third_product_gates_any_activation(
     run_node: Callable[..., list[np.ndarray]], seeded: np.random.RandomState
 ) -> None:
-    """y = sum of w_e (silu(x W1^T) * (x W3^T)) W2^T, written row by row in numpy."""
+    """The sum of w_e (silu(x W1^T) * (x W3^T)) W2^T, written row by row in numpy."""
     x, router = floats(seeded, 5, HIDDEN), floats(seeded, 5, EXPERTS)
     w1, _, w2, _, w3, _ = dense(seeded, third=True)
     options = {"domain": CONTRIB, "k": 2, "activation_type": "silu", "precision": "float64"}

@@ -100,7 +100,7 @@ def _affine(x: Tensor, weights: _Weights, expert: int) -> Tensor:
 
 @kernel("MoE", domain=CONTRIB)
 def _moe(node: Node) -> Compute:
-    """y = sum over the chosen experts e of w_e (act(x W1_e^T + b1_e) [* (x W3_e^T + b3_e)] W2_e^T + b2_e).
+    """The sum over the chosen experts e of w_e (act(x W1_e^T + b1_e) [* (x W3_e^T + b3_e)] W2_e^T + b2_e).
 
     x [R, K] or [B, S, K], router scores [R, E], W1 [E, F*I, K], W2 [E, K, I], W3 [E, I, K], biases
     [E, out] or absent. SwiGLU with `swiglu_fusion` 1 reads gate and linear half from even and odd rows of W1,

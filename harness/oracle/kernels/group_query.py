@@ -8,17 +8,11 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.kernels.attention import capped, combine, merge_heads, scores, split_heads, visible, weigh
+from harness.oracle.kernels.kv_cache import cache_codec, grown, windowed
+from harness.oracle.kernels.normalisation import rms
 from harness.oracle.kernels.registry import CONTRIB, kernel
 from harness.oracle.kernels.rotary import rotate
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
-
-_REFUSED = {
-    "sliding_window_cache": 0,
-    "qk_output": 0,
-    "k_quant_type": "NONE",
-    "v_quant_type": "NONE",
-}
-"""Attributes that must have these values: caches of a window or of quantised values, debug outputs."""
 
 
 @kernel("GroupQueryAttention", domain=CONTRIB)
@@ -29,20 +23,25 @@ def _group_query_attention(node: Node) -> Compute:
     past and present [B, N, cache, D]. Entry b has seqlens_k[b] + 1 tokens after this call, of which S are
     new, except in a first prompt (S = total_sequence_length), where all are. Its new keys go behind its
     old ones; query i stands at position past_b + i, sees nothing after that position, and with
-    `local_window_size` W only the last W positions. With `do_rotary`, q and k are turned at their positions
-    (or at position_ids) by tables [positions, R/2]. `smooth_softmax` adds a score of 0 without a key,
-    head_sink [H] one for each head. Source: com.microsoft version 1.
+    `local_window_size` W only the last W positions. q_norm_weight and k_norm_weight [D] first scale q and k
+    to unit root mean square. With `do_rotary`, q and k are then turned at their positions (or at
+    position_ids) by tables [positions, R/2]. `smooth_softmax` adds a score of 0 without a key, head_sink [H]
+    one for each head. Caches may be quantised (`cache_codec`), or of a window (`windowed`). Outputs:
+    [B, S, H*D], present key and value, and with `qk_output` the capped scores and bias (1) or the weights
+    (2), zero where a query may not look. Source: com.microsoft version 1.
     """
-    for name, wanted in _REFUSED.items():
-        if node.attributes.get(name, wanted) != wanted:
-            raise UnsupportedFeatureError(f"{name}={node.attributes[name]}")
-    if node.has_input(14) or node.has_input(15):
-        raise UnsupportedFeatureError("q_norm_weight and k_norm_weight")
     heads, kv_heads = node.integer("num_heads"), node.integer("kv_num_heads")
     given_scale, cap = node.number("scale", 0.0), node.number("softcap", 0.0)
-    turn, interleaved = bool(node.integer("do_rotary", 0)), bool(node.integer("rotary_interleaved", 0))
     causal, window = bool(node.integer("causal", 1)), node.integer("local_window_size", -1)
     smooth = node.integer("smooth_softmax", 0) == 1
+    rolls, shown = bool(node.integer("sliding_window_cache", 0)), node.integer("qk_output", 0)
+    if rolls and window <= 0:
+        raise UnsupportedFeatureError("sliding_window_cache without a local_window_size")
+    if rolls and shown:
+        raise UnsupportedFeatureError("qk_output of a cache of a window")
+    encode_key, decode_key = cache_codec(node, node.text("k_quant_type", "NONE"))
+    encode_value, decode_value = cache_codec(node, node.text("v_quant_type", "NONE"))
+    place = _placing(node)
 
     def run(
         query: Tensor,
@@ -57,8 +56,11 @@ def _group_query_attention(node: Node) -> Compute:
         position_ids: Tensor | None = None,
         bias: Tensor | None = None,
         head_sink: Tensor | None = None,
-        *_scales: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+    ) -> tuple[Any, ...]:
         if key is None or value is None:
             width = query.shape[-1] // (heads + 2 * kv_heads)
             query, key, value = np.split(query, [heads * width, (heads + kv_heads) * width], axis=-1)
@@ -66,41 +68,53 @@ def _group_query_attention(node: Node) -> Compute:
         count, total = q.shape[2], int(np.asarray(total_length).reshape(()))
         lengths = last.reshape(-1).astype(np.int64) + 1
         starts = np.zeros_like(lengths) if count == total else lengths - count
-        if turn and cos is not None and sin is not None:
+        tables = None
+        if cos is not None and sin is not None:
             where = starts[:, None] + np.arange(count) if position_ids is None else position_ids
-            table_cos, table_sin = cos[where][:, None], sin[where][:, None]
-            q = rotate(q, table_cos, table_sin, interleaved=interleaved)
-            k = rotate(k, table_cos, table_sin, interleaved=interleaved)
-        k, v = _grown(past_key, k, starts, total), _grown(past_value, v, starts, total)
-        allowed = _allowed(starts, lengths, count, total, causal=causal, window=window)
+            tables = (cos[where][:, None], sin[where][:, None])
+        q, k = place(q, query_norm, tables), place(k, key_norm, tables)
+        k, v = encode_key(k, key_scale, past_key), encode_value(v, value_scale, past_value)
+        if bias is not None:
+            bias = bias[..., :total]
+        if rolls and past_key is not None and past_value is not None:
+            rows, values = windowed(past_key, k, starts, window), windowed(past_value, v, starts, window)
+            allowed: Tensor | None = _in_window(rows.positions, starts, count, window)
+            bias = None if bias is None else _at_positions(bias, rows.positions)
+            k, v, present = rows.rows, values.rows, (rows.present, values.present)
+        else:
+            k, v = grown(past_key, k, starts, total), grown(past_value, v, starts, total)
+            present = (k, v)
+            k, v = k[:, :, :total], v[:, :, :total]
+            allowed = _allowed(starts, lengths, count, total, causal=causal, window=window)
+        k, v = decode_key(k, key_scale), decode_value(v, value_scale)
         sink: Any = np.zeros((), q.dtype) if smooth else None
         if head_sink is not None:
             sink = head_sink.reshape(-1, 1, 1)
-        scale = given_scale or 1 / math.sqrt(q.shape[-1])
-        soft = capped(scores(q, k[:, :, :total], scale=scale), cap)
-        weights = weigh(soft, bias=None if bias is None else bias[..., :total], allowed=allowed, sink=sink)
-        return merge_heads(combine(weights, v[:, :, :total])), k, v
+        soft = capped(scores(q, k, scale=given_scale or 1 / math.sqrt(q.shape[-1])), cap)
+        weights = weigh(soft, bias=bias, allowed=allowed, sink=sink)
+        y = merge_heads(combine(weights, v))
+        if not shown:
+            return y, *present
+        if shown == 1:
+            weights = soft if bias is None else soft + bias
+        return y, *present, weights if allowed is None else np.where(allowed, weights, weights.dtype.type(0))
 
     return run
 
 
-def _grown(past: Tensor | None, new: Tensor, starts: Tensor, total: int) -> Tensor:
-    """The cache with `new` [B, N, S, D] behind the first `starts[b]` rows; zero behind that.
+def _placing(node: Node) -> Any:
+    """What happens to queries and keys before they meet: norm, then rotation."""
+    turn, interleaved = bool(node.integer("do_rotary", 0)), bool(node.integer("rotary_interleaved", 0))
+    epsilon = node.number("qk_norm_epsilon", 1e-6)
 
-    It is as long as `past`, or as `total` where that is more.
-    """
-    first = int(starts[0])
-    if past is None:
-        if new.shape[2] == total and not starts.any():
-            return new
-        past = new[:, :, :0]
-    if past.shape[2] == first and first + new.shape[2] == total and (starts == first).all():
-        return np.concatenate((past, new), axis=2)
-    output = np.zeros((*new.shape[:2], max(total, past.shape[2]), new.shape[3]), dtype=new.dtype)
-    for batch, start in enumerate(starts.tolist()):
-        output[batch, :, :start] = past[batch, :, :start]
-        output[batch, :, start : start + new.shape[2]] = new[batch]
-    return output
+    def run(x: Tensor, norm: Tensor | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+        if norm is not None:
+            x = x / rms(x, epsilon) * norm
+        if turn and tables is not None:
+            x = rotate(x, *tables, interleaved=interleaved)
+        return x
+
+    return run
 
 
 def _allowed(
@@ -114,3 +128,17 @@ def _allowed(
     allowed = np.arange(total) < lengths.reshape(-1, 1, 1, 1)
     seen = visible(count, total, offsets, causal=causal, left=left)
     return allowed if seen is None else allowed & seen
+
+
+def _in_window(positions: Tensor, starts: Tensor, count: int, window: int) -> Tensor:
+    """Which rows at `positions` [B, R] the queries behind `starts` [B] may look at, [B, 1, S, R]."""
+    row = positions[:, None, None]
+    query = starts.reshape(-1, 1, 1, 1) + np.arange(count)[:, None]
+    return (row >= 0) & (row <= query) & (row > query - window)
+
+
+def _at_positions(bias: Tensor, positions: Tensor) -> Tensor:
+    """The columns of a bias [B or 1, H or 1, S, T] at `positions` [B, R]."""
+    batch = len(positions)
+    whole = np.broadcast_to(bias, (batch, *bias.shape[1:]))
+    return np.take_along_axis(whole, np.maximum(positions, 0)[:, None, None], axis=-1)

@@ -15,7 +15,9 @@ from harness.oracle.kernels.elementwise import sigmoid, silu, softplus
 from harness.oracle.kernels.registry import CONTRIB, kernel
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
-_RULES = {
+__all__ = ["RULES", "recur"]
+
+RULES = {
     "linear": (False, False),
     "gated": (True, False),
     "delta": (False, True),
@@ -40,9 +42,9 @@ def _linear_attention(node: Node) -> Compute:
     query_heads, heads = node.integer("q_num_heads"), node.integer("kv_num_heads")
     rule, given_scale = node.text("update_rule", "gated_delta"), node.number("scale", 0.0)
     window = node.integer("state_window", 0)
-    if rule not in _RULES:
+    if rule not in RULES:
         raise UnsupportedFeatureError(f"update_rule {rule}")
-    decays, corrects = _RULES[rule]
+    decays, corrects = RULES[rule]
 
     def run(
         query: Tensor,
@@ -66,18 +68,7 @@ def _linear_attention(node: Node) -> Compute:
             gate = gate.transpose(1, 0, 2, 3, 4)
         if corrects:
             rate = _required(beta, rule, "beta").reshape(batch, count, -1, 1, 1).transpose(1, 0, 2, 3, 4)
-        outputs = np.empty((count, *q.shape[1:-1], v.shape[-1]), dtype=v.dtype)
-        kept: list[Tensor] = []
-        for step in range(count):
-            if gate is not None:
-                state = state * gate[step]
-            row, new = k[step], v[step]
-            if rate is not None:
-                new = rate[step] * (new - row @ state)
-            state = state + row.swapaxes(-1, -2) * new
-            np.matmul(q[step], state, out=outputs[step])
-            if count - step <= window:
-                kept.append(state)
+        outputs, state, kept = recur(q, k, v, state=state, gate=gate, rate=rate, keep=window)
         # [T, B, N, G, E] to [B, T, N*G*E]
         y = outputs.swapaxes(0, 1).reshape(batch, count, -1)
         if window:
@@ -86,6 +77,31 @@ def _linear_attention(node: Node) -> Compute:
         return y, state
 
     return run
+
+
+def recur(
+    q: Tensor, k: Tensor, v: Tensor, *, state: Tensor, gate: Any, rate: Any, keep: int = 0
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Read and write the state [B, N, D, E] position by position; see `_linear_attention`.
+
+    q [T, B, N, G, D], k [T, B, N, 1, D], v [T, B, N, 1, E]; gate [T, B, N, 1 or D, 1] is what the state is
+    multiplied by, rate [T, B, N or 1, 1, 1] is beta, None where the rule has none. Gives the outputs
+    [T, B, N, G, E], the last state, and the states after each of the last `keep` positions.
+    """
+    count = len(q)
+    outputs = np.empty((count, *q.shape[1:-1], v.shape[-1]), dtype=v.dtype)
+    kept: list[Tensor] = []
+    for step in range(count):
+        if gate is not None:
+            state = state * gate[step]
+        row, new = k[step], v[step]
+        if rate is not None:
+            new = rate[step] * (new - row @ state)
+        state = state + row.swapaxes(-1, -2) * new
+        np.matmul(q[step], state, out=outputs[step])
+        if count - step <= keep:
+            kept.append(state)
+    return outputs, state, kept
 
 
 def _heads_first(x: Tensor, width: int, heads: int) -> Tensor:
