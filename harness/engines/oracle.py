@@ -20,7 +20,7 @@ from harness.engines.base import (
     TopLogits,
 )
 from harness.engines.options import Choice, Count, complete
-from harness.engines.reduce import top_logits_of
+from harness.engines.reduce import merged, top_logits_of
 from harness.engines.tensor_types import dtype_of_array, numpy_dtype
 from harness.errors import EngineFailedError, InputError
 from harness.ports import Port, PortInventory
@@ -29,34 +29,57 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from harness.oracle import OracleModel, TensorSpec
+    from harness.oracle import DeferredOutput, OracleModel, TensorSpec
 
 __all__ = ["ENGINE", "OracleEngine", "OracleHandle", "OracleSession"]
 
 _PRECISIONS = ("float32", "float64")
 
 
+_CHUNK = 1 << 22
+"""Logits that are computed and reduced together, where those of a whole pass would not fit in memory."""
+
+
 class OracleHandle:
-    """A numpy array. Narrow floats come out of a run in the oracle's precision, and say so."""
+    """A numpy array, or one that is not computed yet.
 
-    __slots__ = ("array",)
+    Narrow floats come out of a run in the oracle's precision, and say so.
+    """
 
-    def __init__(self, array: NDArray[Any]) -> None:
-        self.array = array
+    __slots__ = ("_value",)
+
+    def __init__(self, value: NDArray[Any] | DeferredOutput) -> None:
+        self._value = value
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """All of it, computed now if it was not."""
+        if self.deferred is not None:
+            self._value = self.deferred.whole()
+        return cast("NDArray[Any]", self._value)
+
+    @property
+    def deferred(self) -> DeferredOutput | None:
+        """What is not computed yet; None when it is."""
+        return None if hasattr(self._value, "__array__") else self._value
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Concrete extents."""
-        return self.array.shape
+        return self._value.shape
 
     @property
     def dtype(self) -> str:
         """Element type in the vocabulary of `harness.ports.Port.dtype`."""
-        return dtype_of_array(self.array.dtype)
+        return dtype_of_array(self._value.dtype)
 
 
 class OracleSession:
-    """A `harness.engines.base.Session` around a `harness.oracle.OracleModel`. Nothing is copied."""
+    """A `harness.engines.base.Session` around a `harness.oracle.OracleModel`. Nothing is copied.
+
+    Outputs that end in a product with a weight, as logits do, are computed when something reads them, and
+    `top_logits` reads them piece by piece: no array of [positions, vocab] comes to be.
+    """
 
     def __init__(self, model: OracleModel, *, info: SessionInfo) -> None:
         self._model: OracleModel | None = model
@@ -90,18 +113,38 @@ class OracleSession:
         """Run the graph once; see `harness.engines.base.Session.run`."""
         arrays = {name: cast("OracleHandle", handle).array for name, handle in feeds.items()}
         try:
-            results = self._live().run(arrays, outputs)
+            results = self._live().begin(arrays, outputs)
         except InputError as error:
             # Feeds come from the decode loop, not from the user: on an engine, wrong ones fail the run.
             raise EngineFailedError(error.message, next_action=error.next_action, kind="crashed") from error
-        return {name: OracleHandle(array) for name, array in results.items()}
+        return {name: OracleHandle(value) for name, value in results.items()}
 
     def top_logits(
         self, logits: TensorHandle, *, k: int, positions: Sequence[int] | None = None
     ) -> list[TopLogits]:
-        """The largest logits."""
+        """The largest logits; see `harness.engines.base.Session.top_logits`.
+
+        Raises:
+            EngineFailedError: they were not computed yet, and computing them failed.
+        """
         self._live()
-        return top_logits_of(cast("OracleHandle", logits).array, k, positions)
+        handle = cast("OracleHandle", logits)
+        deferred = handle.deferred
+        if deferred is None or len(handle.shape) not in (2, 3) or handle.shape[0] != 1:
+            return top_logits_of(handle.array, k, positions)
+        vocab, count = handle.shape[-1], handle.shape[1] if len(handle.shape) == 3 else 1
+        rows = list(range(count))
+        if positions is not None:
+            rows = [rows[position] for position in positions]
+        if not rows:
+            return []
+        step = max(_CHUNK // len(rows), k, 1)
+        tops: list[TopLogits] = []
+        for start in range(0, vocab, step):
+            part = deferred.columns(start, min(start + step, vocab), rows)
+            found = top_logits_of(part[None], k)
+            tops = [merged(a, b, start, k) for a, b in zip(tops, found, strict=True)] if start else found
+        return tops
 
     def copy_out(self, handle: TensorHandle) -> NDArray[np.generic]:
         """A copy of a tensor."""
@@ -129,7 +172,7 @@ class OracleEngine:
         default_factory=lambda: MappingProxyType(
             {
                 "precision": Choice("what floats are computed in", _PRECISIONS),
-                "threads": Count("threads of numpy's BLAS; 0 leaves the number to it", default=1),
+                "threads": Count("workers that share large products; 0: one a processor", default=0),
             }
         )
     )

@@ -11,7 +11,7 @@ from harness.errors import InputError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["top_logits_of"]
+__all__ = ["merged", "top_logits_of"]
 
 _BLOCK = 256
 """Logits per block of the threshold search; one block's maximum costs about one vector register."""
@@ -44,6 +44,21 @@ def top_logits_of(array: NDArray[Any], k: int, positions: Sequence[int] | None =
         )
     rows = array[0] if array.ndim == 3 else array
     return [_top_of_row(rows[p], k) for p in (range(len(rows)) if positions is None else positions)]
+
+
+def merged(first: TopLogits, second: TopLogits, shift: int, k: int) -> TopLogits:
+    """The `k` largest of two parts of a row; the IDs of `second`, all behind `first`, count from `shift`."""
+    pairs = [
+        *zip(first.token_ids, first.values, strict=True),
+        *((token + shift, value) for token, value in zip(second.token_ids, second.values, strict=True)),
+    ]
+    # A stable sort keeps equal values in order of ID; NaN ranks below every number.
+    pairs.sort(key=lambda pair: (pair[1] != pair[1], -pair[1] if pair[1] == pair[1] else 0.0))
+    return TopLogits(
+        token_ids=tuple(token for token, _ in pairs[:k]),
+        values=tuple(value for _, value in pairs[:k]),
+        has_nan=first.has_nan or second.has_nan,
+    )
 
 
 def _top_of_row(row: NDArray[Any], k: int) -> TopLogits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.oracle.deferred import DeferredOutput
 from harness.oracle.model import RESIDENT_LIMIT, OracleModel, TensorSpec
 
-__all__ = ["RESIDENT_LIMIT", "OracleModel", "TensorSpec"]
+__all__ = ["RESIDENT_LIMIT", "DeferredOutput", "OracleModel", "TensorSpec"]

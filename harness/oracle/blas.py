@@ -1,24 +1,22 @@
-"""How many threads the BLAS behind numpy may use while the oracle runs."""
+"""The BLAS behind numpy while the oracle runs."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["blas_threads"]
+__all__ = ["one_blas_thread"]
 
 
-def blas_threads(count: int) -> AbstractContextManager[object]:
-    """Hold numpy's BLAS to `count` threads for a while; 0 leaves it as it is.
+def one_blas_thread() -> AbstractContextManager[object]:
+    """Hold numpy's BLAS to one thread for a while.
 
-    One is best for decoding: products of a matrix and few rows wait for memory, while a BLAS that spins
-    until its second thread is scheduled makes them up to 15 times slower on a machine with other work.
+    Products of a matrix and few rows wait for memory, while a BLAS that spins until its second thread is
+    scheduled makes them up to 15 times slower on a machine with other work; large products are shared by
+    our own workers.
     """
-    if count == 0:
-        return contextlib.nullcontext()
-    limit: AbstractContextManager[object] = _controller().limit(limits=count, user_api="blas")
+    limit: AbstractContextManager[object] = _controller().limit(limits=1, user_api="blas")
     return limit
 
 

@@ -92,6 +92,10 @@ class Body:
         self._template: list[Any] = [constants.get(slot) for slot in range(slot_count)]
         self._whole = self.program(self.outputs)
 
+    def constant(self, slot: int) -> Any:
+        """The value of a slot that is known before anything runs; None for all others."""
+        return self._constants.get(slot)
+
     def program(self, results: Iterable[int]) -> Program:
         """The program that computes the slots `results` and nothing that they do not need."""
         results = tuple(results)

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from harness.oracle.node import Residency, Tensor
-from harness.oracle.workers import Claims, share, worker_count
+from harness.oracle.workers import Claims, share
 
 __all__ = ["Deferred", "DenseMatrix", "Matrix", "Projection", "ResidentMatrix", "product"]
 
 _SHARED_FROM = 1 << 24
 """Multiplications from which a product is worth a helper: about a millisecond of one processor."""
 
-_READY_ROWS = 256
-"""Most rows of a tile that lies ready."""
+_TILE_WORK = 1 << 20
+"""Multiplications below which claiming a tile costs something."""
 
 _NARROW_DEPTH, _NARROW_ROWS = 256, 1024
 """Most extents of the tile, a megabyte, in which a narrow weight is widened."""
@@ -70,11 +70,14 @@ class Matrix(Protocol):
 
 
 def product(matrix: Matrix, tokens: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-    """`tokens @ weight[start:stop].T` for tokens [M, K]: [M, stop - start], contiguous."""
+    """`tokens @ weight[start:stop].T` for tokens [M, K]: [M, stop - start], contiguous.
+
+    How it is cut into tiles does not depend on how many workers share them, and so neither does any bit.
+    """
     stop = matrix.rows if stop is None else stop
     count = len(tokens)
-    shared = worker_count() > 1 and (stop - start) * matrix.depth * count >= _SHARED_FROM
-    if isinstance(matrix, DenseMatrix) and matrix.ready and not shared:
+    large = (stop - start) * matrix.depth * count >= _SHARED_FROM
+    if isinstance(matrix, DenseMatrix) and matrix.ready and not large:
         weight = matrix.array[start:stop]
         if count == 1:
             return np.matmul(tokens, weight.T)
@@ -91,7 +94,7 @@ def product(matrix: Matrix, tokens: Tensor, start: int = 0, stop: int | None = N
             last = min(first + rows, stop)
             matrix.multiply(first, last, columns, y[first - start : last - start], scratch)
 
-    if shared:
+    if large:
         share(jobs, work)
     else:
         work(Claims(jobs))
@@ -109,9 +112,11 @@ class DenseMatrix:
         self.ready = array.dtype == dtype
 
     def tile_rows(self, tokens: int) -> int:
-        """Wide tiles where they must be widened, as each reads its columns from every row of the file."""
-        share_of_one = -(-self.rows // (4 * worker_count()))
-        return min(_READY_ROWS if self.ready else _NARROW_ROWS, max(64, -(-share_of_one // 64) * 64))
+        """About a million multiplications; wide where a tile reads its columns from every row of the file."""
+        if not self.ready:
+            return min(_NARROW_ROWS, _in_tiles(self.rows, 4))
+        few = _TILE_WORK // (self.depth * max(1, tokens)) // 64 * 64
+        return min(max(128 if tokens <= 128 else 256, few), _in_tiles(self.rows, 4))
 
     def arranged(self, tokens: Tensor) -> Tensor:
         """In order."""
@@ -145,6 +150,11 @@ class DenseMatrix:
     def fill(self, start: int, stop: int, out: Tensor) -> None:
         """Widened."""
         widen_into(self.array[start:stop], out)
+
+
+def _in_tiles(rows: int, count: int) -> int:
+    """Rows of a tile where there are at least about `count` of them, a multiple of 64."""
+    return max(64, -(-rows // (64 * count)) * 64)
 
 
 def widen_into(narrow: Tensor, out: Tensor) -> None:
@@ -199,7 +209,7 @@ class Deferred:
         x: [.., K].
         matrix: W [N, K].
         scale: a factor.
-        bias: None, or broadcastable to [.., N]; of one axis where parts are asked for.
+        bias: None, or broadcastable to [.., N].
     """
 
     x: Tensor
@@ -225,9 +235,12 @@ class Deferred:
         y = product(self.matrix, tokens, start, stop)
         if self.scale != 1:
             y *= self.scale
-        if self.bias is not None:
-            y = y + (self.bias if self.bias.size == 1 else self.bias[start:stop])
-        return y
+        if self.bias is None:
+            return y
+        if self.bias.ndim < 2:
+            return y + (self.bias if self.bias.size == 1 else self.bias[start:stop])
+        bias = np.broadcast_to(self.bias, self.shape)[:, start:stop]
+        return y + (bias if positions is None else bias[list(positions)])
 
     def whole(self) -> Tensor:
         """All of it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 import numpy as np
 
 from harness.errors import EngineFailedError, InputError
-from harness.oracle.blas import blas_threads
+from harness.oracle.blas import one_blas_thread
+from harness.oracle.deferred import DeferredOutput, tail_of
 from harness.oracle.executor import Body, Program
 from harness.oracle.planner import Budget, Planner
-from harness.oracle.precision import Array, Precision, PrecisionName, file_dtype, type_name
+from harness.oracle.precision import Array, Precision, PrecisionName, RoundingName, file_dtype, type_name
 from harness.oracle.weights import TensorReader, read_model
+from harness.oracle.workers import processors, workers
 
 if TYPE_CHECKING:
     import onnx
@@ -22,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["RESIDENT_LIMIT", "OracleModel", "TensorSpec"]
 
 RESIDENT_LIMIT = 2 << 30
-"""Bytes that widened and dequantised weights may take together by default; beyond it they are made anew
-at each use."""
+"""Bytes that widened and unpacked weights may take together by default; where they would take more they are
+made anew at each use, a tile at a time."""
 
 _Extent: TypeAlias = "int | str | None"
 
@@ -53,6 +56,7 @@ class OracleModel:
         inputs: the inputs that must be fed; initialisers that are also listed as inputs are left out.
         outputs: what can be asked for.
         precision: `float32` or `float64`.
+        rounding: `none` or `model`; see `load`.
     """
 
     def __init__(self, *, body: Body, graph: onnx.GraphProto, precision: Precision, threads: int) -> None:
@@ -61,12 +65,16 @@ class OracleModel:
         self.inputs = tuple(_spec(port) for port in ports)
         self.outputs = tuple(_spec(port) for port in graph.output)
         self.precision = precision.name
+        self.rounding: RoundingName = "model" if precision.rounding else "none"
+        self._precision = precision
         self._body = body
-        self._threads = threads
+        self._threads = threads or processors()
         self._feeds = [_Feed.of(port, spec, precision) for port, spec in zip(ports, self.inputs, strict=True)]
         self._names = frozenset(spec.name for spec in self.inputs)
         self._slots = {spec.name: slot for spec, slot in zip(self.outputs, body.outputs, strict=True)}
-        self._programs: dict[tuple[str, ...], Program] = {}
+        tails = {name: tail_of(body, slot) for name, slot in self._slots.items()}
+        self._tails = {name: tail for name, tail in tails.items() if tail is not None}
+        self._programs: dict[tuple[int, ...], Program] = {}
 
     @classmethod
     def load(
@@ -77,6 +85,7 @@ class OracleModel:
         inline_functions: bool = False,
         resident_limit: int = RESIDENT_LIMIT,
         threads: int = 1,
+        rounding: RoundingName = "none",
     ) -> OracleModel:
         """Read and plan the graph at `path`.
 
@@ -85,7 +94,10 @@ class OracleModel:
             precision: what narrower floats are computed in.
             inline_functions: inline model-local functions also where there is a native kernel.
             resident_limit: bytes that derived copies of weights may take together.
-            threads: of the BLAS behind numpy while a graph runs; 0 leaves the number to BLAS.
+            threads: how many workers share large products, each with numpy's BLAS on one thread; 0 for
+                as many as there are processors. Results do not depend on it.
+            rounding: `none` drops the model's narrowing casts; `model` rounds every value to its declared
+                type as it passes from node to node, and activations to int8 where the model allows that.
 
         Raises:
             InputError: the file or its external data cannot be used.
@@ -96,9 +108,14 @@ class OracleModel:
                 f"precision={precision} is not a precision of the oracle.",
                 next_action="Use precision=float32 or precision=float64.",
             )
+        if rounding not in get_args(RoundingName):
+            raise InputError(
+                f"rounding={rounding} is not a rounding of the oracle.",
+                next_action="Use rounding=none or rounding=model.",
+            )
         path = Path(path)
         model = read_model(path)
-        held = Precision(precision)
+        held = Precision(precision, rounding == "model")
         planner = Planner(
             model,
             TensorReader(path),
@@ -120,10 +137,38 @@ class OracleModel:
             InputError: an output is unknown, or a feed is missing, unknown, or of another dtype or shape.
             EngineFailedError: the graph failed at a node, which the message names.
         """
-        key = tuple(outputs)
-        program = self._programs.get(key)
+        slots = tuple(self._slot(name) for name in outputs)
+        results = self._run(feeds, slots)
+        return {name: _given(name, value, self._precision) for name, value in zip(outputs, results, strict=True)}
+
+    def begin(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> dict[str, Array | DeferredOutput]:
+        """As `run`, but outputs that can be computed in parts later are not computed yet.
+
+        So nothing of the size of the logits of a long pass comes to be, if only their largest are wanted.
+        """
+        tails = {name: self._tails[name] for name in outputs if name in self._tails}
+        slots = {name: tails[name].inputs if name in tails else (self._slot(name),) for name in outputs}
+        values = iter(self._run(feeds, tuple(slot for some in slots.values() for slot in some)))
+        results: dict[str, Array | DeferredOutput] = {}
+        for name, some in slots.items():
+            given = [next(values) for _ in some]
+            if name in tails:
+                results[name] = DeferredOutput.of(tails[name], given, self._setting)
+            else:
+                results[name] = _given(name, given[0], self._precision)
+        return results
+
+    @contextmanager
+    def _setting(self) -> Iterator[None]:
+        """What kernels run in."""
+        with np.errstate(all="ignore"), one_blas_thread(), workers(self._threads):
+            yield
+
+    def _run(self, feeds: Mapping[str, Array], slots: tuple[int, ...]) -> list[Any]:
+        """The values of `slots`; checks the feeds."""
+        program = self._programs.get(slots)
         if program is None:
-            program = self._programs[key] = self._body.program(self._slot(name) for name in key)
+            program = self._programs[slots] = self._body.program(slots)
         unknown = feeds.keys() - self._names
         if unknown:
             raise InputError(
@@ -134,9 +179,8 @@ class OracleModel:
             feed.accept(feeds.get(feed.name)) if slot in program.needed else None
             for feed, slot in zip(self._feeds, self._body.inputs, strict=True)
         ]
-        with np.errstate(all="ignore"), blas_threads(self._threads):
-            results = self._body.run(program, arguments)
-        return {name: _given(name, value) for name, value in zip(key, results, strict=True)}
+        with self._setting():
+            return self._body.run(program, arguments)
 
     def _slot(self, name: str) -> int:
         if name not in self._slots:
@@ -149,22 +193,34 @@ class OracleModel:
 
 @dataclass(frozen=True, slots=True)
 class _Feed:
-    """What may be fed to one input: `held` is the dtype it is computed in, `declared` that of the port."""
+    """What may be fed to one input.
+
+    Attributes:
+        name: of the input.
+        declared: the dtype of the port.
+        held: the dtype it is computed in.
+        carried: the dtype in which it goes to the nodes.
+        shape: as the port declares it.
+    """
 
     name: str
     declared: np.dtype[Any] | None
     held: np.dtype[Any] | None
+    carried: np.dtype[Any] | None
     shape: tuple[_Extent, ...] | None
 
     @classmethod
     def of(cls, port: onnx.ValueInfoProto, spec: TensorSpec, precision: Precision) -> _Feed:
         elem_type = port.type.tensor_type.elem_type
         if not elem_type:
-            return cls(spec.name, None, None, spec.shape)
-        return cls(spec.name, file_dtype(elem_type), precision.holding(elem_type), spec.shape)
+            return cls(spec.name, None, None, None, spec.shape)
+        declared = file_dtype(elem_type)
+        return cls(
+            spec.name, declared, precision.held(declared), precision.carried(declared), spec.shape
+        )
 
     def accept(self, array: Array | None) -> Array:
-        """The fed array in the dtype that holds it."""
+        """The fed array in the dtype that carries it."""
         if array is None:
             raise InputError(
                 f"Input {self.name} is not fed, and the outputs asked for need it.",
@@ -181,26 +237,26 @@ class _Feed:
                 f"but the graph declares {list(self.shape)}.",
                 next_action="Feed the shape that the graph declares.",
             )
-        if self.held is None or array.dtype == self.held:
+        if self.held is None or array.dtype == self.carried:
             return array
-        if array.dtype != self.declared and not (
+        if array.dtype not in (self.declared, self.held) and not (
             self.held.kind == "f" and array.dtype.kind in "fV" and np.can_cast(array.dtype, self.held)
         ):
             raise InputError(
                 f"Input {self.name} is fed as {array.dtype}, but the graph declares {self.declared}.",
                 next_action=f"Feed {self.declared}.",
             )
-        return array.astype(self.held)
+        return array.astype(self.carried)
 
 
-def _given(name: str, value: Any) -> Array:
+def _given(name: str, value: Any, precision: Precision) -> Array:
     if value is None:
         raise EngineFailedError(
             f"The graph has an output {name}, but its node does not give it in this configuration.",
             next_action="Do not ask for it, or export the graph without it.",
             kind="unsupported",
         )
-    return np.asarray(value)
+    return precision.widen(np.asarray(value))
 
 
 def _spec(port: onnx.ValueInfoProto) -> TensorSpec:
