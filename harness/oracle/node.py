@@ -55,6 +55,7 @@ class Node:
         present: for each input, whether it is given.
         wanted: for each output, whether anything reads it.
         constants: inputs known at planning, by position.
+        types: for each input its declared type, where planning knows it.
     """
 
     domain: str
@@ -67,6 +68,7 @@ class Node:
     present: Sequence[bool] = ()
     wanted: Sequence[bool] = (True,)
     constants: Mapping[int, Array] = field(default_factory=dict)
+    types: Sequence[np.dtype[Any] | None] = ()
 
     def has_input(self, index: int) -> bool:
         """Whether input `index` is given."""
@@ -79,6 +81,10 @@ class Node:
     def constant(self, index: int) -> Array | None:
         """The value of input `index` where planning knows it."""
         return self.constants.get(index)
+
+    def declared(self, index: int) -> np.dtype[Any] | None:
+        """The declared type of input `index`, where planning knows it."""
+        return self.types[index] if index < len(self.types) else None
 
     def integer(self, name: str, default: int | None = None) -> int:
         """An integer attribute; an `InputError` when it is absent and has no default."""

@@ -6,19 +6,20 @@ Every operator that is missing is found here, before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import onnx
 
 from harness.errors import EngineFailedError, InputError
+from harness.oracle.declared import keeping_types
 from harness.oracle.executor import ABSENT, DISCARD, Body, Step
 from harness.oracle.kernels import find, operator_version
 from harness.oracle.kernels.registry import Kernel
 from harness.oracle.names import domain_of, free_names, label_of, ordered, resolved
 from harness.oracle.node import Compute, Node, UnsupportedFeatureError
-from harness.oracle.precision import Array, Precision
+from harness.oracle.precision import Array, Precision, file_dtype
 from harness.oracle.scope import Constant, Draft, Scope, Value
 from harness.oracle.weights import TensorReader, attribute_value
 
@@ -100,6 +101,7 @@ class Planner:
             self._lack("sparse weights", f"initialiser {graph.sparse_initializer[0].values.name}")
         for tensor in graph.initializer:
             scope.names[tensor.name] = Constant(self._reader.array(tensor))
+        scope.declare([*graph.input, *graph.value_info, *graph.output])
         inputs = []
         for port in graph.input:
             kind = port.type.WhichOneof("value")
@@ -126,7 +128,7 @@ class Planner:
         if not tensor.elem_type or not tensor.HasField("shape"):
             return None
         shape = [max(0, axis.dim_value) for axis in tensor.shape.dim]
-        return np.empty(shape, dtype=self._precision.holding(tensor.elem_type))
+        return np.empty(shape, dtype=self._precision.carried(file_dtype(tensor.elem_type)))
 
     def _nodes(self, nodes: Sequence[onnx.NodeProto], scope: Scope, results: Iterable[str]) -> None:
         """Plan the nodes of a graph or function, whose outputs are `results`."""
@@ -169,6 +171,10 @@ class Planner:
         for index, name in enumerate(function.input):
             actual = node.input[index] if index < len(node.input) else ""
             inner.names[name] = self._value(actual, scope, label_of(node, scope)) if actual else ABSENT
+            declared = scope.type_of(actual) if actual else None
+            if declared is not None:
+                inner.types[name] = declared
+        inner.declare(function.value_info)
         self._open.append(key)
         self._nodes(function.node, inner, function.output)
         self._open.pop()
@@ -193,11 +199,13 @@ class Planner:
         label = label_of(node, scope)
         values = [self._value(name, scope, label) if name else ABSENT for name in node.input]
         attributes, captured = self._attributes(node, scope, label)
+        # Kernels that do not compute pass values on as they are carried, which bodies expect too.
+        passes = entry.moves or (self._precision.rounding and _has_body(attributes))
         known: dict[int, Array] = {}
         late: list[int] = []
         for index, value in enumerate(values):
             if isinstance(value, Constant):
-                as_stored = entry.moves or index in entry.raw
+                as_stored = passes or index in entry.raw
                 array = value.array if as_stored else self._widened(value)
                 if array is None:
                     late.append(index)
@@ -214,6 +222,7 @@ class Planner:
             present=[value != ABSENT for value in values],
             wanted=[name in read for name in node.output],
             constants=known,
+            types=[scope.type_of(name) if name else None for name in node.input],
         )
         try:
             compute = entry.bind(view)
@@ -223,6 +232,8 @@ class Planner:
             )
             self._placeholders(node, scope)
             return
+        if self._precision.rounding and not passes:
+            compute, late = keeping_types(compute, view, entry.raw), []
         if entry.pure and not captured and len(known) == sum(view.present):
             folded = self._folded(compute, [known.get(index) for index in range(len(values))])
             if folded is not None:
@@ -230,7 +241,9 @@ class Planner:
                 return
         if late:
             compute = _widening(compute, late, self._precision)
-        if entry.moves and any(self._precision.held(array.dtype) != array.dtype for array in known.values()):
+        if entry.moves and any(
+            self._precision.carried(array.dtype) != array.dtype for array in known.values()
+        ):
             compute = _widening_result(compute, self._precision)
         draft = scope.draft
         inputs = [
@@ -292,6 +305,8 @@ class Planner:
         value = self._value(name, scope, "the graph's outputs")
         if isinstance(value, int):
             return value
+        if self._precision.rounding:
+            return scope.draft.slot_of(value.array)
         wide = self._widened(value)
         return scope.draft.slot_of(self._precision.widen(value.array) if wide is None else wide)
 
@@ -311,6 +326,10 @@ class Planner:
 
     def _lack(self, what: str, where: str) -> None:
         self._missing.setdefault(what, []).append(where)
+
+
+def _has_body(attributes: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Body) for value in attributes.values())
 
 
 def _widening(compute: Compute, late: Sequence[int], precision: Precision) -> Compute:

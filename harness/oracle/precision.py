@@ -9,10 +9,11 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Precision", "PrecisionName", "file_dtype", "is_float", "type_name"]
+__all__ = ["Array", "Precision", "PrecisionName", "RoundingName", "file_dtype", "is_float", "type_name"]
 
 Array: TypeAlias = NDArray[Any]
 PrecisionName: TypeAlias = Literal["float32", "float64"]
+RoundingName: TypeAlias = Literal["none", "model"]
 
 _SPELLING = {"float": "float32", "double": "float64"}
 
@@ -40,11 +41,12 @@ class Precision:
 
     A graph's float64 tensors stay float64: the oracle's precision is a floor. Since each declared type
     has just one holding type, the operands of an operator agree whatever casts stand between them, and
-    a cast to a narrower float changes nothing.
+    a cast to a narrower float changes nothing. With `rounding`, values pass from node to node in their
+    declared types instead, and only nodes compute in `dtype`.
 
     Attributes:
         name: `float32` or `float64`.
-        rounding: whether values are rounded to their declared types (`harness.oracle.rounding`).
+        rounding: whether values are rounded to their declared types (`harness.oracle.declared`).
     """
 
     name: PrecisionName
@@ -64,6 +66,10 @@ class Precision:
         if is_float(dtype) and dtype != np.float64:
             return self.dtype
         return dtype
+
+    def carried(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The dtype in which values declared as `dtype` pass from node to node."""
+        return dtype if self.rounding else self.held(dtype)
 
     def widen(self, array: Array) -> Array:
         """`array` in its holding dtype: itself where it is held as it stands, else an exact copy."""

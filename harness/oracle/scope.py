@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harness.oracle.executor import ABSENT, Step
-from harness.oracle.precision import Array
+from harness.oracle.precision import Array, file_dtype
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx
 
 __all__ = ["Constant", "Draft", "Scope", "Value"]
@@ -82,6 +83,8 @@ class Scope:
         outer: the scope around a subgraph; None for the main graph and for functions.
         attributes: what the attributes of a function stand for in its body.
         path: prefix of node labels.
+        names: what names stand for here.
+        types: declared element types of names here, where the file says them.
     """
 
     draft: Draft
@@ -90,6 +93,7 @@ class Scope:
     attributes: Mapping[str, onnx.AttributeProto] = field(default_factory=dict)
     path: str = ""
     names: dict[str, Value] = field(default_factory=dict)
+    types: dict[str, np.dtype[Any]] = field(default_factory=dict)
 
     def find(self, name: str) -> Value | None:
         """What `name` stands for in this body; outer values are captured."""
@@ -101,3 +105,18 @@ class Scope:
                     value = self.draft.capture(value)
                 self.names[name] = value
         return value
+
+    def declare(self, values: Iterable[onnx.ValueInfoProto]) -> None:
+        """Note the element types that the file declares of `values`."""
+        for value in values:
+            if value.type.tensor_type.elem_type:
+                self.types[value.name] = file_dtype(value.type.tensor_type.elem_type)
+
+    def type_of(self, name: str) -> np.dtype[Any] | None:
+        """The declared type of `name`, as far as the file says it or a constant has it."""
+        known = self.names.get(name)
+        if isinstance(known, Constant):
+            return known.array.dtype
+        if name in self.types or self.outer is None:
+            return self.types.get(name)
+        return self.outer.type_of(name)

@@ -14,12 +14,12 @@ from onnx import TensorProto
 from harness.errors import ParityError
 from harness.oracle import OracleModel
 from harness.oracle.kernels import claims, find, operator_version
-from harness.oracle.precision import Precision
+from harness.oracle.precision import Precision, file_dtype
 
 OPERATORS = sorted({op for domain, op, _ in claims() if domain == ""} - {"SimplifiedLayerNormalization"})
 """SimplifiedLayerNormalization stands in the standard domain by ONNX Runtime's choice; onnx knows it not."""
 
-NARROWING = "a cast to a narrower float is dropped: the oracle keeps its own precision"
+NARROWING = "a cast to a narrower float is dropped unless rounding=model: the oracle keeps its own precision"
 EXCLUDED = {
     "test_cast*_to_FLOAT8*": NARROWING,
     "test_cast*_to_FLOAT4E2M1*": NARROWING,
@@ -66,15 +66,17 @@ def array_of(value: Any) -> np.ndarray:
     return onnx.numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.asarray(value)
 
 
-def run_case(case: Any, path: Path, precision: str) -> None:
+def run_case(case: Any, path: Path, precision: str, rounding: str = "none") -> None:
     """Run one node test on the oracle and compare as onnx does, with exact integers.
+
+    With rounding `model` every float that comes out must be one of its declared type.
 
     Raises:
         AssertionError: the oracle's outputs are others.
         ParityError: it could not run the test.
     """
     onnx.save(case.model, path)
-    model = OracleModel.load(path, precision=precision)
+    model = OracleModel.load(path, precision=precision, rounding=rounding)
     held = Precision(precision)
     for inputs, outputs in case.data_sets:
         feeds = {spec.name: array_of(value) for spec, value in zip(model.inputs, inputs, strict=True)}
@@ -84,6 +86,9 @@ def run_case(case: Any, path: Path, precision: str) -> None:
             result = results[port.name]
             assert (result.dtype, result.shape) == (expected.dtype, expected.shape), port.name
             if expected.dtype.kind == "f":
+                if rounding == "model":
+                    narrow = file_dtype(elem_type)
+                    np.testing.assert_array_equal(held.widen(result.astype(narrow)), result)
                 rtol = ROUNDED.get(elem_type, case.rtol)
                 atol = rtol if elem_type in ROUNDED else case.atol
                 np.testing.assert_allclose(result, expected, rtol=rtol, atol=atol)
@@ -124,6 +129,34 @@ def test_the_oracle_passes_onnx_tests_of_every_operator_it_claims(
     for case in cases:
         try:
             run_case(case, tmp_path / "case.onnx", precision)
+        except (AssertionError, ParityError) as error:
+            failures[case.name] = str(error)
+    assert failures == {}
+
+
+NARROW = {TensorProto.DataType.Value(name) for name in ("FLOAT16", "BFLOAT16", "FLOAT4E2M1", "FLOAT8E4M3FN")}
+NARROW |= {TensorProto.DataType.Value(f"FLOAT8{name}") for name in ("E4M3FNUZ", "E5M2", "E5M2FNUZ", "E8M0")}
+
+
+def about_narrow_floats(model: onnx.ModelProto) -> bool:
+    """Whether a port of `model` is of a float type narrower than float32."""
+    ports = [*model.graph.input, *model.graph.output]
+    return any(port.type.tensor_type.elem_type in NARROW for port in ports)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_with_rounding_every_test_about_narrow_floats_passes(
+    precision: str, by_operator: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    """With `rounding=model` nothing is excluded: casts narrow as onnx's do, and outputs are of their types."""
+    cases = [case for found in by_operator.values() for case in found if about_narrow_floats(case.model)]
+    assert {"Cast", "CastLike", "QuantizeLinear", "Attention"} <= {
+        case.model.graph.node[0].op_type for case in cases
+    }
+    failures = {}
+    for case in cases:
+        try:
+            run_case(case, tmp_path / "case.onnx", precision, "model")
         except (AssertionError, ParityError) as error:
             failures[case.name] = str(error)
     assert failures == {}

@@ -156,7 +156,7 @@ def _qmoe(node: Node) -> Compute:
         def quantised(part: int) -> _Weights | None:
             q, scales, bias = given[3 * part : 3 * part + 3]
             zeros = given[9 + part]
-            if q is None:
+            if q is None or scales is None:
                 return None
             return lambda expert: (
                 dequantise(q[expert], scales[expert], None if zeros is None else zeros[expert], bits[part]),

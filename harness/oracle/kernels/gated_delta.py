@@ -6,6 +6,7 @@ Shapes: T tokens of all sequences one behind the other (or [B, S] for T), Q quer
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -73,9 +74,10 @@ def _gated_delta_net(node: Node) -> Compute:
         states = np.empty((len(spans), heads, v.shape[-1], width), dtype=v.dtype)
         for entry, span in enumerate(spans):
             start = np.zeros(states.shape[1:], v.dtype) if initial is None else initial[entry]
-            rows = [np.repeat(x[span], share, axis=1)[:, None, :, None] for x in (q, k)]
+            query_rows, key_rows = (np.repeat(x[span], share, axis=1)[:, None, :, None] for x in (q, k))
             outputs, state, _ = recur(
-                *rows,
+                query_rows,
+                key_rows,
                 v[span][:, None, :, None],
                 state=start.swapaxes(-1, -2)[None],
                 gate=None if gate is None else gate[span][:, None],
@@ -97,9 +99,13 @@ def _gates(node: Node) -> tuple[Callable[..., Tensor], Callable[[Any], Tensor]]:
         raise UnsupportedFeatureError(f"beta_activation {rating}")
 
     def gate(decay: Tensor | None, a_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
-        if decay is None or (gating == "qwen" and (a_log is None or dt_bias is None)):
-            raise ValueError("decay, or with gate_activation qwen a_log or dt_bias, is missing")
-        return decay if gating == "none" else -np.exp(a_log) * softplus(decay + dt_bias)
+        if decay is None:
+            raise ValueError("decay is missing")
+        if gating == "none":
+            return decay
+        if a_log is None or dt_bias is None:
+            raise ValueError("gate_activation qwen needs a_log and dt_bias")
+        return -np.exp(a_log) * softplus(decay + dt_bias)
 
     def rate(beta: Tensor | None) -> Tensor:
         if beta is None:
@@ -117,9 +123,7 @@ def _unpacked(packed: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor, T
     columns = (packed.shape[-1] - heads * value_width) // 2
     parts = np.split(packed, [columns, 2 * columns], axis=-1)
     widths = (width, width, value_width)
-    query, key, value = (
-        x.reshape(*x.shape[:-1], -1, size) for x, size in zip(parts, widths, strict=True)
-    )
+    query, key, value = (x.reshape(*x.shape[:-1], -1, size) for x, size in zip(parts, widths, strict=True))
     return query, key, value
 
 
@@ -127,6 +131,6 @@ def _spans(bounds: Tensor | None, batch: int, tokens: int) -> list[slice]:
     """The tokens of each sequence."""
     if bounds is not None:
         ends = bounds.tolist()
-        return [slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+        return [slice(start, end) for start, end in itertools.pairwise(ends)]
     length = tokens // batch
     return [slice(entry * length, (entry + 1) * length) for entry in range(batch)]

@@ -13,8 +13,11 @@ import ml_dtypes
 import numpy as np
 
 from harness.oracle.node import Node, Tensor, UnsupportedFeatureError
+from harness.oracle.rounding import narrowed
 
 __all__ = ["Resident", "cache_codec", "grown", "resident_rows", "windowed"]
+
+_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 Codec = tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any], Any]]
 """`encode(new rows, scale, past)` to what is stored, and `decode(stored, scale)` to floats."""
@@ -38,8 +41,7 @@ def cache_codec(node: Node, quant_type: str) -> Codec:
     def encode(new: Tensor, scale: Tensor, past: Tensor | None) -> Tensor:
         codes = new / _scale(scale, new.shape[1])
         if past is not None and past.dtype.kind == "f":
-            narrow = np.dtype(ml_dtypes.float8_e4m3fn)
-            return np.clip(codes, -448, 448).astype(narrow).astype(codes.dtype) if precision.rounding else codes
+            return precision.widen(narrowed(codes, _FP8)) if precision.rounding else codes
         if not four:
             return np.clip(np.rint(codes), -128, 127).astype(np.int8)
         halves = (np.clip(np.rint(codes), -8, 7) + 8).astype(np.uint8)
