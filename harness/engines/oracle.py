@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["ENGINE", "OracleEngine", "OracleHandle", "OracleSession"]
 
 _PRECISIONS = ("float32", "float64")
+_ROUNDINGS = ("none", "model")
 
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 21
 """Logits that are computed and reduced together, where those of a whole pass would not fit in memory."""
 
 
@@ -172,6 +173,9 @@ class OracleEngine:
         default_factory=lambda: MappingProxyType(
             {
                 "precision": Choice("what floats are computed in", _PRECISIONS),
+                "rounding": Choice(
+                    "none: narrowing casts are dropped; model: values keep their declared types", _ROUNDINGS
+                ),
                 "threads": Count("workers that share large products; 0: one a processor", default=0),
             }
         )
@@ -185,6 +189,7 @@ class OracleEngine:
         """Load `model`; see `harness.engines.base.Engine.open`."""
         values = complete(self.name, self.options, options)
         precision = cast("Literal['float32', 'float64']", values["precision"])
+        rounding = cast("Literal['none', 'model']", values["rounding"])
         threads = int(values["threads"])
         import numpy as np
 
@@ -195,6 +200,7 @@ class OracleEngine:
             version=_version(),
             settings={
                 "precision": precision,
+                "rounding": rounding,
                 "threads": threads,
                 "numpy": np.__version__,
                 "blas": _blas(),
@@ -203,7 +209,8 @@ class OracleEngine:
             },
             mode="eager",
         )
-        return OracleSession(OracleModel.load(model, precision=precision, threads=threads), info=info)
+        loaded = OracleModel.load(model, precision=precision, threads=threads, rounding=rounding)
+        return OracleSession(loaded, info=info)
 
 
 def _version() -> str:

@@ -1,8 +1,8 @@
 """Outputs that are computed only as far as somebody reads them.
 
 The logits of a long pass, [positions, vocab], are larger than all else that a pass keeps, and what reads them
-wants a few numbers a position. Where an output is a product with a constant weight, perhaps with elementwise
-steps behind it (a cast, a soft cap), the pass stops before that product, and any part of it can be asked for.
+wants a few numbers a position. Where an output is a product with a constant weight, perhaps with a cast, a soft
+cap or a reshape behind it, the pass stops before that product, and any part of it can be asked for.
 """
 
 from __future__ import annotations
@@ -10,59 +10,84 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from harness.errors import EngineFailedError, ParityError
 from harness.oracle.executor import ABSENT, Body, Step
 from harness.oracle.matrix import Deferred, Projection
 from harness.oracle.node import Compute, Tensor
 
-if TYPE_CHECKING:
-    import numpy as np
-
-__all__ = ["DeferredOutput", "Tail", "tail_of"]
+__all__ = ["DeferredOutput", "Tail", "TailStep", "tail_of"]
 
 _ELEMENTWISE = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Neg", "Sub", "Tanh"})
 """Operators of which any part of the output needs just that part of the input; those found behind heads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """How an output is computed from the values that its product takes.
+class TailStep:
+    """A step behind the product.
 
     Attributes:
-        inputs: slots of the product's inputs.
-        head: the product.
-        steps: the elementwise steps behind it, in order.
-        labels: of the product and the steps, for messages.
+        compute: of the product's output, and for a reshape the new shape.
+        label: for messages.
+        shape: slot of the new shape; None for elementwise steps.
     """
 
-    inputs: tuple[int, ...]
+    compute: Compute
+    label: str
+    shape: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """How an output is computed from values before its product.
+
+    Attributes:
+        head: the product.
+        label: of the product, for messages.
+        inputs: slots of its inputs.
+        steps: the steps behind it, in order.
+    """
+
     head: Projection
-    steps: tuple[Compute, ...]
-    labels: tuple[str, ...]
+    label: str
+    inputs: tuple[int, ...]
+    steps: tuple[TailStep, ...]
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """The slots whose values `DeferredOutput` wants: those of `inputs`, then shapes in order."""
+        return (*self.inputs, *(step.shape for step in self.steps if step.shape is not None))
 
 
 def tail_of(body: Body, slot: int) -> Tail | None:
     """The tail that ends in `slot`; None where that is not a product, or not one that can be cut."""
     producers = {output: step for step in body.steps for output in step.outputs}
-    steps: list[Compute] = []
-    labels: list[str] = []
+    steps: list[TailStep] = []
     while (step := producers.get(slot)) is not None:
-        labels.insert(0, step.label)
         if isinstance(step.compute, Projection):
-            return Tail(step.inputs, step.compute, tuple(steps), tuple(labels))
-        before = _elementwise(step, body)
+            return Tail(step.compute, step.label, step.inputs, tuple(reversed(steps)))
+        before = _reshape(step) or _elementwise(step, body)
         if before is None:
             return None
-        slot, compute = before
-        steps.insert(0, compute)
+        slot, found = before
+        steps.append(found)
     return None
 
 
-def _elementwise(step: Step, body: Body) -> tuple[int, Compute] | None:
+def _reshape(step: Step) -> tuple[int, TailStep] | None:
+    """The slot that a reshape reads, and the reshape; where it leaves the last axis is seen when it runs."""
+    if _op_type(step) != "Reshape":
+        return None
+    source, shape = step.inputs[:2]
+    return source, TailStep(step.compute, step.label, shape)
+
+
+def _elementwise(step: Step, body: Body) -> tuple[int, TailStep] | None:
     """The slot that an elementwise step reads and what it computes of it, its constants being numbers."""
-    if step.label.partition(" ")[0] not in _ELEMENTWISE:
+    if _op_type(step) not in _ELEMENTWISE:
         return None
     numbers = {slot: body.constant(slot) for slot in step.inputs if slot != ABSENT}
     variable = [slot for slot, value in numbers.items() if value is None]
@@ -73,7 +98,11 @@ def _elementwise(step: Step, body: Body) -> tuple[int, Compute] | None:
     def compute(x: Tensor) -> Any:
         return step.compute(*[x if given == slot else numbers.get(given) for given in step.inputs])
 
-    return slot, compute
+    return slot, TailStep(compute, step.label)
+
+
+def _op_type(step: Step) -> str:
+    return step.label.partition(" ")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +112,38 @@ class DeferredOutput:
     Attributes:
         product: what the tail starts with, its inputs known.
         tail: how to compute it.
+        shapes: of the tail's reshapes, in order.
         setting: the context that the model computes in.
+        shape: of the whole output.
     """
 
     product: Deferred
     tail: Tail
+    shapes: tuple[Tensor, ...]
     setting: Callable[[], AbstractContextManager[object]]
+    shape: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, tail: Tail, inputs: Sequence[Any], setting: Callable[[], AbstractContextManager[object]]
-    ) -> DeferredOutput:
-        """The output of `tail` for values of its inputs.
+        cls, tail: Tail, values: Sequence[Any], setting: Callable[[], AbstractContextManager[object]]
+    ) -> DeferredOutput | Tensor:
+        """The output of `tail` for the values that it needs; the whole where its last axis is reshaped.
 
         Raises:
-            EngineFailedError: they do not fit.
+            EngineFailedError: the values do not fit.
         """
-        with setting(), _naming(tail.labels[0]):
-            return cls(tail.head.later(*inputs), tail, setting)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole output."""
-        return self.product.shape
+        count = len(tail.inputs)
+        shapes = tuple(values[count:])
+        with setting(), _naming(tail.label):
+            product = tail.head.later(*values[:count])
+        # An array of one number in all places has any shape without taking memory.
+        blank, waiting = np.broadcast_to(np.zeros((), product.dtype), product.shape), list(shapes)
+        for step in tail.steps:
+            if step.shape is not None:
+                with _naming(step.label):
+                    blank = step.compute(blank, waiting.pop(0))
+        output = cls(product, tail, shapes, setting, blank.shape)
+        return output if blank.shape[-1:] == product.shape[-1:] else output.whole()
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -121,9 +159,13 @@ class DeferredOutput:
             EngineFailedError: a kernel failed.
         """
         with self.setting():
-            with _naming(self.tail.labels[0]):
+            with _naming(self.tail.label):
                 y = self.product.columns(start, stop, positions)
-            return self._finished(y)
+            for step in self.tail.steps:
+                if step.shape is None:
+                    with _naming(step.label):
+                        y = step.compute(y)
+            return y
 
     def whole(self) -> Tensor:
         """All of it, in its own shape.
@@ -131,16 +173,14 @@ class DeferredOutput:
         Raises:
             EngineFailedError: a kernel failed.
         """
+        shapes = list(self.shapes)
         with self.setting():
-            with _naming(self.tail.labels[0]):
+            with _naming(self.tail.label):
                 y = self.product.whole()
-            return self._finished(y)
-
-    def _finished(self, y: Tensor) -> Tensor:
-        for step, label in zip(self.tail.steps, self.tail.labels[1:], strict=True):
-            with _naming(label):
-                y = step(y)
-        return y
+            for step in self.tail.steps:
+                with _naming(step.label):
+                    y = step.compute(y) if step.shape is None else step.compute(y, shapes.pop(0))
+            return y
 
 
 @contextmanager

@@ -139,7 +139,8 @@ class OracleModel:
         """
         slots = tuple(self._slot(name) for name in outputs)
         results = self._run(feeds, slots)
-        return {name: _given(name, value, self._precision) for name, value in zip(outputs, results, strict=True)}
+        given = zip(outputs, results, strict=True)
+        return {name: _given(name, value, self._precision) for name, value in given}
 
     def begin(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> dict[str, Array | DeferredOutput]:
         """As `run`, but outputs that can be computed in parts later are not computed yet.
@@ -147,7 +148,7 @@ class OracleModel:
         So nothing of the size of the logits of a long pass comes to be, if only their largest are wanted.
         """
         tails = {name: self._tails[name] for name in outputs if name in self._tails}
-        slots = {name: tails[name].inputs if name in tails else (self._slot(name),) for name in outputs}
+        slots = {name: tails[name].needs if name in tails else (self._slot(name),) for name in outputs}
         values = iter(self._run(feeds, tuple(slot for some in slots.values() for slot in some)))
         results: dict[str, Array | DeferredOutput] = {}
         for name, some in slots.items():
@@ -215,9 +216,7 @@ class _Feed:
         if not elem_type:
             return cls(spec.name, None, None, None, spec.shape)
         declared = file_dtype(elem_type)
-        return cls(
-            spec.name, declared, precision.held(declared), precision.carried(declared), spec.shape
-        )
+        return cls(spec.name, declared, precision.held(declared), precision.carried(declared), spec.shape)
 
     def accept(self, array: Array | None) -> Array:
         """The fed array in the dtype that carries it."""
