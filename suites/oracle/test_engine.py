@@ -40,7 +40,7 @@ def graph(tmp_path: Path) -> Path:
 def test_the_engine_is_an_engine_that_is_always_there() -> None:
     """It satisfies the protocol, takes the option `precision`, and needs nothing that may be missing."""
     assert isinstance(ENGINE, Engine)
-    assert (ENGINE.name, list(ENGINE.options)) == ("oracle", ["precision", "threads"])
+    assert (ENGINE.name, list(ENGINE.options)) == ("oracle", ["precision", "rounding", "threads"])
     assert ENGINE.availability().usable
 
 

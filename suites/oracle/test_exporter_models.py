@@ -164,3 +164,14 @@ def test_int4_is_what_onnx_runtime_computes_at_level_1(tmp_path: Path) -> None:
         ours = model.run(feeds, names)
         assert difference(ours, at_level_1) < 1e-4
         assert difference(ours, recorded_outputs) > 1e-3  # the rewrite did change something
+
+
+def test_rounding_adds_just_what_the_declared_precision_implies(package: Path) -> None:
+    """A float32 graph is unchanged, bit for bit; int8 activations give the call recorded with them."""
+    dropped, kept = (OracleModel.load(package / "model.onnx", rounding=name) for name in ("none", "model"))
+    for call in CALLS:
+        feeds, expected = recorded(package, call)
+        got = kept.run(feeds, list(expected))
+        assert difference(got, expected) < 1e-4
+        if "int4" not in package.name:
+            assert difference(got, dropped.run(feeds, list(expected))) == 0

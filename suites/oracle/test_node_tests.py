@@ -148,7 +148,7 @@ def about_narrow_floats(model: onnx.ModelProto) -> bool:
 def test_with_rounding_every_test_about_narrow_floats_passes(
     precision: str, by_operator: dict[str, list[Any]], tmp_path: Path
 ) -> None:
-    """With `rounding=model` nothing is excluded: casts narrow as onnx's do, and outputs are of their types."""
+    """With `rounding=model` nothing is excluded: casts narrow as onnx's do, outputs are of their types."""
     cases = [case for found in by_operator.values() for case in found if about_narrow_floats(case.model)]
     assert {"Cast", "CastLike", "QuantizeLinear", "Attention"} <= {
         case.model.graph.node[0].op_type for case in cases
