@@ -147,6 +147,14 @@ class OracleSession:
             tops = [merged(a, b, start, k) for a, b in zip(tops, found, strict=True)] if start else found
         return tops
 
+    def first_non_finite(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> str | None:
+        """Operator and node that first made one of `outputs` infinite or NaN; None if all are finite.
+
+        Not part of the session protocol. Runs the graph once more, with every value looked at.
+        """
+        arrays = {name: cast("OracleHandle", handle).array for name, handle in feeds.items()}
+        return self._live().first_non_finite(arrays, outputs)
+
     def copy_out(self, handle: TensorHandle) -> NDArray[np.generic]:
         """A copy of a tensor."""
         self._live()

@@ -14,6 +14,7 @@ from harness.errors import EngineFailedError, InputError
 from harness.oracle.blas import one_blas_thread
 from harness.oracle.deferred import DeferredOutput, tail_of
 from harness.oracle.executor import Body, Program
+from harness.oracle.nonfinite import first_non_finite
 from harness.oracle.planner import Budget, Planner
 from harness.oracle.precision import Array, Precision, PrecisionName, RoundingName, file_dtype, type_name
 from harness.oracle.weights import TensorReader, read_model
@@ -159,6 +160,18 @@ class OracleModel:
                 results[name] = _given(name, given[0], self._precision)
         return results
 
+    def first_non_finite(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> str | None:
+        """Operator and node that first made one of `outputs` infinite or NaN; None if all are finite.
+
+        Runs the graph once more and looks at every value; see `harness.oracle.nonfinite`.
+
+        Raises:
+            InputError, EngineFailedError: as `run`.
+        """
+        program, arguments = self._prepared(feeds, tuple(self._slot(name) for name in outputs))
+        with self._setting():
+            return first_non_finite(self._body, program, arguments, [feed.name for feed in self._feeds])
+
     @contextmanager
     def _setting(self) -> Iterator[None]:
         """What kernels run in."""
@@ -166,7 +179,15 @@ class OracleModel:
             yield
 
     def _run(self, feeds: Mapping[str, Array], slots: tuple[int, ...]) -> list[Any]:
-        """The values of `slots`; checks the feeds."""
+        """The values of `slots`."""
+        program, arguments = self._prepared(feeds, slots)
+        with self._setting():
+            return self._body.run(program, arguments)
+
+    def _prepared(
+        self, feeds: Mapping[str, Array], slots: tuple[int, ...]
+    ) -> tuple[Program, list[Array | None]]:
+        """The program that computes `slots`, and its arguments; checks the feeds."""
         program = self._programs.get(slots)
         if program is None:
             program = self._programs[slots] = self._body.program(slots)
@@ -180,8 +201,7 @@ class OracleModel:
             feed.accept(feeds.get(feed.name)) if slot in program.needed else None
             for feed, slot in zip(self._feeds, self._body.inputs, strict=True)
         ]
-        with self._setting():
-            return self._body.run(program, arguments)
+        return program, arguments
 
     def _slot(self, name: str) -> int:
         if name not in self._slots:
