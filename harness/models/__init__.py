@@ -10,6 +10,7 @@ _FACTORIES: dict[str, str] = {
     # Name on the command line: module and function that gives its `BuiltinPackage`. The modules load
     # on demand, and import numpy and onnx only when they write.
     "demo": "harness.models.demo:demo_package",
+    "demo-ops": "harness.models.demo_ops:demo_ops_package",
     "smollm2": "harness.models.smollm2:smollm2_package",
     "smollm2-int4": "harness.models.smollm2:smollm2_int4_package",
 }

@@ -65,13 +65,14 @@ def demo_package() -> BuiltinPackage:
     )
 
 
-def write_demo(folder: Path, *, seed: int = SEED) -> Path:
+def write_demo(folder: Path, *, seed: int = SEED, fused: bool = False) -> Path:
     """Write `model.onnx` and its external data into the existing `folder`; returns the model file.
 
-    The bytes are the same on every machine; see `_Weights`.
+    `fused` writes the recurrence with fused operators; see `harness.models.demo_ops`. The bytes are the
+    same on every machine; see `_Weights`.
     """
     weights = _Weights(seed)
-    graph = GraphBuilder("demo")
+    graph = GraphBuilder("demo-ops" if fused else "demo")
     tokens = graph.input("input_ids", "int64", ("batch", "sequence_len"))
     mask = graph.input("attention_mask", "int64", ("batch", blocks.ALL_POSITIONS))
     positions = graph.input("position_ids", "int64", ("batch", "sequence_len"))
@@ -88,7 +89,7 @@ def write_demo(folder: Path, *, seed: int = SEED) -> Path:
                     mixed = _attention(graph, weights, normed, rotary, bias, layer)
             else:
                 with graph.scope("gated_delta"):
-                    mixed = _gated_delta(graph, weights, normed, layer)
+                    mixed = _gated_delta(graph, weights, normed, layer, fused=fused)
             hidden = graph.add("Add", hidden, mixed, name="after_mixer")
             normed = _norm(graph, weights, hidden, HIDDEN, "mlp_norm")
             with graph.scope("mlp"):
@@ -150,13 +151,16 @@ def _attention(
     return _linear(graph, weights, gated, HEADS * HEAD_WIDTH, HIDDEN, "out_proj", gain=RESIDUAL_GAIN)
 
 
-def _gated_delta(graph: GraphBuilder, weights: _Weights, x: str, layer: int) -> str:
+def _gated_delta(graph: GraphBuilder, weights: _Weights, x: str, layer: int, *, fused: bool) -> str:
     """A gated-delta layer: projection, causal convolution, recurrence, gated norm, projection."""
     keys, values = DELTA.key_heads * DELTA.key_width, DELTA.value_heads * DELTA.value_width
     joined = _linear(graph, weights, x, HIDDEN, DELTA.channels, "qkv_proj")
     kernel = graph.initializer("conv.weight", weights.uniform(DELTA.channels, 1, DELTA.conv_kernel, std=0.5))
-    convolved = gated_delta.causal_conv(graph, joined, kernel, layer=layer, shape=DELTA)
-    active = blocks.silu(graph, convolved, name="conv_silu")
+    if fused:
+        active = gated_delta.fused_causal_conv(graph, joined, kernel, layer=layer, shape=DELTA)
+    else:
+        convolved = gated_delta.causal_conv(graph, joined, kernel, layer=layer, shape=DELTA)
+        active = blocks.silu(graph, convolved, name="conv_silu")
     query, key, value = graph.add_many(
         "Split",
         active,
@@ -165,6 +169,17 @@ def _gated_delta(graph: GraphBuilder, weights: _Weights, x: str, layer: int) -> 
         outputs=("query", "key", "value"),
         axis=-1,
     )
+    recurrence = _fused_recurrence if fused else _scanned_recurrence
+    merged = recurrence(graph, weights, x, query, key, value, layer)
+    gate = blocks.silu(graph, _linear(graph, weights, x, HIDDEN, values, "z_proj"), name="gate")
+    gated = graph.add("Mul", merged, gate, name="result_gated")
+    return _linear(graph, weights, gated, values, HIDDEN, "out_proj", gain=RESIDUAL_GAIN)
+
+
+def _scanned_recurrence(
+    graph: GraphBuilder, weights: _Weights, x: str, query: str, key: str, value: str, layer: int
+) -> str:
+    """The recurrence as a Scan over steps, and the norm behind it: [B, S, Hv*Dv]."""
     repeat = DELTA.value_heads // DELTA.key_heads
     rows = {
         kind: gated_delta.l2_normalised(
@@ -177,41 +192,64 @@ def _gated_delta(graph: GraphBuilder, weights: _Weights, x: str, layer: int) -> 
         )
         for kind, x in (("query", query), ("key", key))
     }
-    value_rows = gated_delta.per_step(
-        graph, value, heads=DELTA.value_heads, width=DELTA.value_width, repeat=1, name="value"
-    )
-    decay, beta = _gates(graph, weights, x)
+    heads, width = DELTA.value_heads, DELTA.value_width
+    value_rows = gated_delta.per_step(graph, value, heads=heads, width=width, repeat=1, name="value")
+    decay = graph.add("Exp", _log_decay(graph, weights, x), name="decay")
+    beta = _beta(graph, weights, x)
     results = gated_delta.gated_delta(
         graph,
         query=rows["query"],
         key=rows["key"],
         value=value_rows,
-        decay=decay,
-        beta=beta,
+        decay=gated_delta.per_step(graph, decay, heads=heads, width=1, repeat=1, name="decay_rows"),
+        beta=gated_delta.per_step(graph, beta, heads=heads, width=1, repeat=1, name="beta_rows"),
         layer=layer,
         shape=DELTA,
     )
-    normed = _norm(graph, weights, results, DELTA.value_width, "result_norm")
-    flat = graph.add("Reshape", normed, graph.ints(0, 0, values), name="result_steps")
-    merged = graph.add("Transpose", flat, name="result", perm=[1, 0, 2])
-    gate = blocks.silu(graph, _linear(graph, weights, x, HIDDEN, values, "z_proj"), name="gate")
-    gated = graph.add("Mul", merged, gate, name="result_gated")
-    return _linear(graph, weights, gated, values, HIDDEN, "out_proj", gain=RESIDUAL_GAIN)
+    normed = _norm(graph, weights, results, width, "result_norm")
+    flat = graph.add("Reshape", normed, graph.ints(0, 0, heads * width), name="result_steps")
+    return graph.add("Transpose", flat, name="result", perm=[1, 0, 2])
 
 
-def _gates(graph: GraphBuilder, weights: _Weights, x: str) -> tuple[str, str]:
-    """Decay exp(-A softplus(a + dt_bias)) and update strength sigmoid(b), one of each a head and step."""
+def _fused_recurrence(
+    graph: GraphBuilder, weights: _Weights, x: str, query: str, key: str, value: str, layer: int
+) -> str:
+    """The same in one operator."""
+    heads, width = DELTA.key_heads, DELTA.key_width
+    unit = {}
+    for kind, rows in (("query", query), ("key", key)):
+        split = graph.add("Reshape", rows, graph.ints(0, 0, heads, width), name=f"{kind}_heads")
+        normed = gated_delta.l2_normalised(graph, split, name=f"{kind}_unit", epsilon=NORM_EPSILON)
+        unit[kind] = graph.add("Reshape", normed, graph.ints(0, 0, heads * width), name=f"{kind}_rows")
+    results = gated_delta.fused_gated_delta(
+        graph,
+        query=unit["query"],
+        key=unit["key"],
+        value=value,
+        log_decay=_log_decay(graph, weights, x),
+        beta=_beta(graph, weights, x),
+        layer=layer,
+        shape=DELTA,
+    )
+    heads, width = DELTA.value_heads, DELTA.value_width
+    split = graph.add("Reshape", results, graph.ints(0, 0, heads, width), name="result_heads")
+    normed = _norm(graph, weights, split, width, "result_norm")
+    return graph.add("Reshape", normed, graph.ints(0, 0, heads * width), name="result")
+
+
+def _log_decay(graph: GraphBuilder, weights: _Weights, x: str) -> str:
+    """Logarithm of the decay, -A softplus(a + dt_bias), one a head and step: [B, S, Hv]."""
     heads = DELTA.value_heads
     projected = _linear(graph, weights, x, HIDDEN, heads, "a_proj")
     bias = graph.initializer("dt_bias", weights.dt_bias(heads))
     dt = graph.add("Softplus", graph.add("Add", projected, bias, name="dt_in"), name="dt")
     rate = graph.initializer("negative_a", weights.negative_a(heads))
-    decay = graph.add("Exp", graph.add("Mul", dt, rate, name="log_decay"), name="decay")
-    beta = graph.add("Sigmoid", _linear(graph, weights, x, HIDDEN, heads, "b_proj"), name="beta")
-    return (
-        gated_delta.per_step(graph, decay, heads=heads, width=1, repeat=1, name="decay_rows"),
-        gated_delta.per_step(graph, beta, heads=heads, width=1, repeat=1, name="beta_rows"),
-    )
+    return graph.add("Mul", dt, rate, name="log_decay")
+
+
+def _beta(graph: GraphBuilder, weights: _Weights, x: str) -> str:
+    """Update strength sigmoid(b), one a head and step: [B, S, Hv]."""
+    return graph.add("Sigmoid", _linear(graph, weights, x, HIDDEN, DELTA.value_heads, "b_proj"), name="beta")
 
 
 def _mlp(graph: GraphBuilder, weights: _Weights, x: str) -> str:

@@ -1,4 +1,4 @@
-"""The gated delta rule with its causal convolution, in standard operators.
+"""The gated delta rule with its causal convolution: in standard operators, and in fused ones.
 
 Shapes are written with B batch, S new positions, Hk and Hv key and value heads, Dk and Dv their widths.
 The rule (Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024), for each value head and position:
@@ -7,7 +7,8 @@ The rule (Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024), for each val
     S += k^T (beta * (v - k S))
     o  = q S / sqrt(Dk)
 
-with the state S [Dk, Dv], q, k and v rows, decay and beta numbers in (0, 1).
+with the state S [Dk, Dv], q, k and v rows, decay and beta numbers in (0, 1). The fused operators,
+`CausalConvWithState` and `LinearAttention` of com.microsoft, are those that recent exporters write.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from dataclasses import dataclass
 
 from harness.models.graph import GraphBuilder
 
-__all__ = ["GatedDeltaShape", "causal_conv", "gated_delta", "l2_normalised", "per_step"]
+__all__ = [
+    "GatedDeltaShape",
+    "causal_conv",
+    "fused_causal_conv",
+    "fused_gated_delta",
+    "gated_delta",
+    "l2_normalised",
+    "per_step",
+]
+
+_CONTRIB = "com.microsoft"
 
 _INT64_MAX = 2**63 - 1
 
@@ -148,7 +159,74 @@ def _step(prefix: str, shape: GatedDeltaShape) -> GraphBuilder:
     return body
 
 
-def _symbolic_output(graph: GraphBuilder, kind: str, *, layer: int, rank: int) -> None:
+def fused_causal_conv(
+    graph: GraphBuilder, x: str, weight: str, *, layer: int, shape: GatedDeltaShape, dtype: str = "float32"
+) -> str:
+    """As `causal_conv`, with silu behind it, in one operator; both sides [B, S, channels]."""
+    taps = shape.conv_kernel - 1
+    past = graph.input(f"past_key_values.{layer}.conv_state", dtype, ("batch", shape.channels, taps))
+    columns = graph.add("Transpose", x, name="conv_columns", perm=[0, 2, 1])
+    convolved, _ = graph.add_fused(
+        "CausalConvWithState",
+        columns,
+        weight,
+        "",
+        past,
+        name="conv",
+        outputs=(graph.scoped("conv"), f"present.{layer}.conv_state"),
+        activation="silu",
+        ndim=1,
+    )
+    graph.declare(convolved, dtype, ("batch", shape.channels, "sequence_len"))
+    _symbolic_output(graph, "conv_state", layer=layer, rank=3, dtype=dtype)
+    return graph.add("Transpose", convolved, name="conv_rows", perm=[0, 2, 1])
+
+
+def fused_gated_delta(
+    graph: GraphBuilder,
+    *,
+    query: str,
+    key: str,
+    value: str,
+    log_decay: str,
+    beta: str,
+    layer: int,
+    shape: GatedDeltaShape,
+    dtype: str = "float32",
+) -> str:
+    """As `gated_delta`, in one operator; gives [B, S, Hv*Dv].
+
+    Query and key come as [B, S, Hk*Dk], value as [B, S, Hv*Dv], the logarithm of the decay and beta as
+    [B, S, Hv]. The state has the same ports.
+    """
+    past = graph.input(
+        f"past_key_values.{layer}.recurrent_state",
+        dtype,
+        ("batch", shape.value_heads, shape.key_width, shape.value_width),
+    )
+    result, _ = graph.add_fused(
+        "LinearAttention",
+        query,
+        key,
+        value,
+        past,
+        log_decay,
+        beta,
+        name="recurrence",
+        outputs=(graph.scoped("recurrence"), f"present.{layer}.recurrent_state"),
+        q_num_heads=shape.key_heads,
+        kv_num_heads=shape.value_heads,
+        update_rule="gated_delta",
+        scale=1 / math.sqrt(shape.key_width),
+    )
+    graph.declare(result, dtype, ("batch", "sequence_len", shape.value_heads * shape.value_width))
+    _symbolic_output(graph, "recurrent_state", layer=layer, rank=4, dtype=dtype)
+    return result
+
+
+def _symbolic_output(
+    graph: GraphBuilder, kind: str, *, layer: int, rank: int, dtype: str = "float32"
+) -> None:
     """Declare a present state the way real exporters of this layout do: no extent is concrete."""
     symbols = tuple(f"{kind}_{layer}_dim_{axis}" for axis in range(rank))
-    graph.output(f"present.{layer}.{kind}", "float32", symbols)
+    graph.output(f"present.{layer}.{kind}", dtype, symbols)

@@ -132,6 +132,20 @@ class GraphBuilder:
         self._append(op_type, inputs, values, scoped, domain, attributes)
         return values
 
+    def add_fused(
+        self,
+        op_type: str,
+        *inputs: str,
+        name: str,
+        outputs: Sequence[str],
+        domain: str = "com.microsoft",
+        **attributes: Any,
+    ) -> tuple[str, ...]:
+        """As `add_many`, but `outputs` are taken as they are: some are graph outputs."""
+        values = tuple(self._claim(output) for output in outputs)
+        self._append(op_type, inputs, values, self.scoped(name), domain, attributes)
+        return values
+
     def scan(
         self,
         body: GraphBuilder,

@@ -1,8 +1,8 @@
 """Outputs that are computed only as far as somebody reads them.
 
 The logits of a long pass, [positions, vocab], are larger than all else that a pass keeps, and what reads them
-wants a few numbers a position. Where an output is a product with a constant weight, perhaps with a cast, a soft
-cap or a reshape behind it, the pass stops before that product, and any part of it can be asked for.
+wants a few numbers a position. Where an output is a product with a constant weight, perhaps with a cast, a
+soft cap or a reshape behind it, the pass stops before that product, and any part of it can be asked for.
 """
 
 from __future__ import annotations
