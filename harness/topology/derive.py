@@ -71,17 +71,19 @@ class _Book:
         self.findings: list[Finding] = []
         self.owners: dict[str, str] = {}
         self.swaps: set[WordSwap] = set()
+        self.disputed: dict[str, tuple[str, ...]] = {}
 
     def bind(self, past: Port, readings: Mapping[str, _Reading]) -> None:
-        """Bind `past` to the output in `readings`; several of them, or a taken one, are a finding."""
+        """Bind `past` to the output in `readings`.
+
+        Several of them are a dispute, and nothing is bound. An output that is another's present already
+        is a finding.
+        """
         names = tuple(readings)
         present, reading = names[0], readings[names[0]]
         if len(names) > 1:
-            self.findings.append(
-                _ambiguous(
-                    f"{quoted(past.name)} could be paired with each of {listed(names)}", (past.name, *names)
-                )
-            )
+            self.disputed[past.name] = names
+            return
         if present in self.owners:
             both = (self.owners[present], past.name)
             self.findings.append(
@@ -127,16 +129,18 @@ def derive_cache(
     _bind_swaps(book, exclude_bound(inputs, book.bindings), outputs, names)
     if flow is not None:
         _ask_dataflow(book, inputs, outputs, names, flow)
-    free = [port for port in outputs.values() if port.name not in book.owners]
-    pasts = [names.lonely_past(port, book.swaps) for port in exclude_bound(inputs, book.bindings)]
+    still_open = exclude_bound(inputs, book.bindings)
+    disputes = {port.name: book.disputed[port.name] for port in still_open if port.name in book.disputed}
+    claimed = {*book.owners, *(name for presents in disputes.values() for name in presents)}
+    free = [port for port in outputs.values() if port.name not in claimed]
+    pasts = [names.lonely_past(port, book.swaps) for port in still_open if port.name not in disputes]
     presents = [names.lonely_present(port, book.swaps) for port in free]
     lonely_pasts = [one for one in pasts if one is not None]
     lonely_presents = [one for one in presents if one is not None]
     findings = [
         *book.findings,
-        *_lonely_findings(
-            lonely_pasts, lonely_presents, [p for p in outputs.values() if p.name not in book.owners]
-        ),
+        *(_disputed(past, presents) for past, presents in disputes.items()),
+        *_lonely_findings(lonely_pasts, lonely_presents, free),
     ]
     for binding in book.bindings:
         findings += check_binding(binding, match=match, batch=batch, sequence=sequence)
@@ -144,7 +148,7 @@ def derive_cache(
     return CachePorts(
         bindings=tuple(sorted(book.bindings, key=lambda binding: order[binding.past.name])),
         findings=tuple(findings),
-        unbound=frozenset(one.port.name for one in (*lonely_pasts, *lonely_presents)),
+        unbound=frozenset({*disputes, *(one.port.name for one in (*lonely_pasts, *lonely_presents))}),
     )
 
 
@@ -219,6 +223,8 @@ def _bind_pairs(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port]
 
 def _bind_stems(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port], names: _Names) -> None:
     for port in inputs:
+        if port.name in book.disputed:
+            continue
         readings: dict[str, _Reading] = {}
         for (pair, convention), stem in names.past_stems.matches(port.name):
             present = pair.present.replace(STEM, stem)
@@ -236,6 +242,8 @@ def _bind_swaps(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port]
         return
     table = SwapTable(names.swaps, (name for name in outputs if name not in book.owners))
     for port in inputs:
+        if port.name in book.disputed:
+            continue
         readings = {}
         for present, (swap, convention, rest) in table.candidates(port.name).items():
             role = cache_role(rest)
@@ -258,6 +266,10 @@ def _ask_dataflow(
         book.bindings.append(binding)
         if binding.present is not None:
             book.owners[binding.present.name] = binding.past.name
+
+
+def _disputed(past: str, presents: tuple[str, ...]) -> Finding:
+    return _ambiguous(f"{quoted(past)} could be paired with each of {listed(presents)}", (past, *presents))
 
 
 def _ambiguous(what: str, ports: tuple[str, ...]) -> Finding:

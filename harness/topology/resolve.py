@@ -154,7 +154,8 @@ def _place_caches(
     for binding in caches.bindings:
         if _is_declared_elsewhere(binding.role, io):
             placement.findings.append(_left_out(binding.past.name, binding.role))
-        placement.place_binding(binding)
+        if binding.present is None or binding.present.name not in placement.outputs:
+            placement.place_binding(binding)
     place_static_cache(placement, caches.bindings)
     if not caches.unbound and not any(
         port.pair or port.role in SELF_KV_ROLES for port in placement.inputs.values()

@@ -400,3 +400,24 @@ def test_a_package_is_asked_for_both_witnesses(tmp_path: Path) -> None:
     assert declared.outcome is Outcome.DECLARED
     assert declared.topology is not None
     assert declared.topology.kv_outputs == ("cat_17", "cat_18")
+
+
+def test_an_output_that_two_inputs_reach_settles_nothing(tmp_path: Path) -> None:
+    """Two caches that are joined into one output are not both its past, and neither is."""
+    node = helper.make_node("Concat", ["past_key_values_0.0", "past_key_values_0.1"], ["cat_1"], axis=2)
+    pasts = {"past_key_values_0.0": GROWING, "past_key_values_0.1": GROWING}
+    refusal = derive(model(tmp_path / "m.onnx", [node], pasts, {"cat_1": GROWN})).refusal
+    assert refusal is not None
+    assert refusal.code == "E_AMBIGUOUS_STATE_PAIRING"
+
+
+def test_an_input_that_reaches_two_outputs_is_not_settled(tmp_path: Path) -> None:
+    """A cache that comes out twice, once in another layout: nothing says which to feed back."""
+    nodes = [
+        *concat("past_key_values_0.0", "cat_1"),
+        helper.make_node("Transpose", ["cat_1"], ["transpose_1"]),
+    ]
+    pasts = {"past_key_values_0.0": GROWING}
+    refusal = derive(model(tmp_path / "m.onnx", nodes, pasts, {"cat_1": GROWN, "transpose_1": GROWN})).refusal
+    assert refusal is not None
+    assert refusal.code == "E_AMBIGUOUS_STATE_PAIRING"

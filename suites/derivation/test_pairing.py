@@ -1,0 +1,143 @@
+"""Pairing by name: one present to each past, one past to each present, and indices that are indices."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures.layouts import dense_06b, interface
+from harness.ports import Port, PortInventory
+from harness.topology.patterns import PatternTable, StemTable, layer_of
+from harness.topology.resolve import resolve
+from harness.topology.spec import Refusal
+
+GROWING = ("batch", 2, "past", 16)
+GROWN = ("batch", 2, "total", 16)
+STATE = ("batch", 64, 3)
+
+
+def refusal(pasts: list[Port], presents: list[Port]) -> Refusal:
+    """The refusal of a decoder with these caches."""
+    ports = interface(vocab=1000)
+    found = resolve(PortInventory((*ports.inputs, *pasts), (*ports.outputs, *presents)))
+    assert found.refusal is not None, found.topology
+    return found.refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("past_key_values.0.key", "0"),
+        ("past_key_values.17.key", "17"),
+        ("past_key_values.007.key", "007"),
+        ("past_key_values.x.key", None),
+        ("past_key_values..key", None),
+        ("past_key_values.٣.key", None),
+        ("past_key_values.1a.key", None),
+        ("past_key_values.-1.key", None),
+        ("past_key_values.1.5.key", None),
+        ("past_key_values.1.keys", None),
+        ("xpast_key_values.1.key", None),
+    ],
+)
+def test_an_index_is_ascii_digits_and_nothing_else(name: str, index: str | None) -> None:
+    """`%d` stands for one run of digits between the literal parts of a pattern."""
+    table = PatternTable([("past_key_values.%d.key", "entry")])
+    assert table.matches(name) == ([] if index is None else [("entry", index)])
+
+
+def test_digits_in_a_pattern_are_literal() -> None:
+    """A pattern may have digits of its own, and they are not the layer."""
+    table = PatternTable([("v2.%d.key3", "entry"), ("v2.plain", "other")])
+    assert table.matches("v2.7.key3") == [("entry", "7")]
+    assert table.matches("v3.7.key3") == []
+    assert table.matches("v2.7.key4") == []
+    assert table.matches("v2.plain") == [("other", "")]
+    assert table.matches("v3.plain") == []
+
+
+def test_a_stem_is_not_empty() -> None:
+    """`*` stands for some text, so the prefix alone is no name of a state."""
+    table = StemTable([("past_*", "prefix"), ("*_in", "suffix")])
+    assert table.matches("past_conv.0") == [("prefix", "conv.0")]
+    assert table.matches("past_") == []
+    assert table.matches("x_in") == [("suffix", "x")]
+    assert table.matches("past_x_in") == [("prefix", "x_in"), ("suffix", "past_x")]
+
+
+@pytest.mark.parametrize(
+    ("text", "layer"), [("0.conv", 0), ("conv.12", 12), ("a_3_b", 3), ("h0", None), ("conv", None)]
+)
+def test_a_layer_is_a_number_that_stands_alone(text: str, layer: int | None) -> None:
+    """A digit that belongs to a word is no layer."""
+    assert layer_of(text) == layer
+
+
+def test_a_past_with_two_presents_is_ambiguous() -> None:
+    """Two conventions each find a present of their own: nothing says which is meant."""
+    found = refusal(
+        [Port("past_states.0.ssm", "float32", STATE)],
+        [Port("present.0.ssm", "float32", STATE), Port("present_states.0.ssm", "float32", STATE)],
+    )
+    assert found.code == "E_AMBIGUOUS_STATE_PAIRING"
+    assert set(found.ports) == {"past_states.0.ssm", "present.0.ssm", "present_states.0.ssm"}
+
+
+def test_a_present_with_two_pasts_is_ambiguous() -> None:
+    """One output cannot be the next value of two inputs."""
+    found = refusal(
+        [Port("past_key_values.0.key", "float32", GROWING), Port("past.0.key", "float32", GROWING)],
+        [Port("present.0.key", "float32", GROWN)],
+    )
+    assert found.code == "E_AMBIGUOUS_STATE_PAIRING"
+    assert set(found.ports) == {"past_key_values.0.key", "past.0.key", "present.0.key"}
+
+
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+def test_a_name_that_stands_twice_is_refused(side: str) -> None:
+    """Whoever feeds by name would feed one of them only."""
+    ports = dense_06b(layers=1)
+    twice = PortInventory(
+        (*ports.inputs, ports.inputs[-1]) if side == "inputs" else ports.inputs,
+        (*ports.outputs, ports.outputs[-1]) if side == "outputs" else ports.outputs,
+    )
+    found = resolve(twice).refusal
+    assert found is not None
+    assert (found.code, found.ports) == ("E_DUPLICATE_PORT", (getattr(ports, side)[-1].name,))
+
+
+@pytest.mark.parametrize(
+    "port",
+    [
+        Port("", "float32", (1,)),
+        Port("a\0b", "float32", (1,)),
+        Port("x", "float32", (-1, 3)),
+        Port("x", "float32", (1 << 63,)),
+    ],
+    ids=["nameless", "nul", "negative", "beyond-int64"],
+)
+def test_a_port_that_cannot_be_is_malformed(port: Port) -> None:
+    """Names and extents that no tensor has are refused before anything is concluded from them."""
+    ports = dense_06b(layers=1)
+    found = resolve(PortInventory((*ports.inputs, port), ports.outputs)).refusal
+    assert found is not None
+    assert (found.code, found.ports) == ("E_MALFORMED_PORT", (port.name,))
+
+
+@pytest.mark.parametrize("name", ["block_table", "slot_mapping", "cumulative_sequence_lengths"])
+def test_paged_bookkeeping_is_refused_whatever_the_caches_look_like(name: str) -> None:
+    """The shapes may be plain: a graph with block tables is not driven as a cache of one sequence."""
+    ports = dense_06b(layers=1)
+    inventory = PortInventory((*ports.inputs, Port(name, "int32", ("batch", 4))), ports.outputs)
+    found = resolve(inventory).refusal
+    assert found is not None
+    assert (found.code, found.ports) == ("E_UNSUPPORTED_LAYOUT_PAGED", (name,))
+
+
+def test_missing_partners_are_named_and_no_layer_is_paired_with_another() -> None:
+    """Layers 3 and 7 go in, 3 and 4 come out: 3 is a pair, and what is left of each is none."""
+    found = refusal(
+        [Port(f"past_key_values.{layer}.key", "float32", GROWING) for layer in (3, 7)],
+        [Port(f"present.{layer}.key", "float32", GROWN) for layer in (3, 4)],
+    )
+    assert found.code == "E_LAYER_ID_MISMATCH"
+    assert set(found.ports) == {"past_key_values.7.key", "present.4.key"}
