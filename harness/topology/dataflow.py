@@ -191,11 +191,11 @@ class _Reader:
             inputs = [_lookup(scopes, name) for name in node.inputs]
             outputs: list[int | None] = []
             for name in node.outputs:
-                self._budget.spend(Budget.OBJECT + len(name))
+                self._budget.spend(2 * Budget.OBJECT + len(name))
                 outputs.append(flow.define(scopes[-1], name) if name else None)
             for source, target, role in self._steps(node):
                 if source < len(inputs) and target < len(outputs) and inputs[source] is not None:
-                    self._budget.spend(Budget.OBJECT)
+                    self._budget.spend(2 * Budget.OBJECT)
                     flow.step(inputs[source], outputs[target], role, node.operator)
             if node.graphs and not node.domain:
                 self._walk_subgraphs(flow, node, inputs, outputs, scopes)

@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 
 from harness.errors import InputError
 from harness.ports import PortInventory, read_external_files, read_ports
+from harness.topology.dataflow import read_cache_flow
 
 MUTATIONS = int(os.environ.get("ONNX_PARITY_MUTATIONS", "1000"))
 KNOWN_TYPES = {
@@ -192,8 +193,7 @@ def test_a_mutated_model_is_refused_or_read_right(
         mutant = mutate(content, rng)
         path.write_bytes(mutant)
         inventory = attempt(read_ports, path)
-        locations = attempt(read_external_files, path)
-        for error in (inventory, locations):
+        for error in (inventory, attempt(read_external_files, path), attempt(read_cache_flow, path)):
             if isinstance(error, InputError):
                 assert str(path) in error.message
         if isinstance(inventory, InputError):
@@ -236,6 +236,20 @@ def deep_attributes(depth: int) -> bytes:
     return content
 
 
+def deep_graphs(depth: int) -> bytes:
+    """Bodies of If nodes, one in another."""
+    content = b""
+    for _ in range(depth):
+        branch = field(5, field(1, b"then_branch") + field(6, content))
+        content = field(1, field(4, b"If") + branch)
+    return content
+
+
+def identity(source: bytes, target: bytes) -> bytes:
+    """A node that hands a value on."""
+    return field(1, field(1, source) + field(2, target) + field(4, b"Identity"))
+
+
 def axes(content: bytes) -> bytes:
     """A model with one input, whose shape has the axes in `content`."""
     return field(7, field(11, field(2, field(1, field(2, content)))))
@@ -262,6 +276,8 @@ HOSTILE = {
     "a-flood-of-weights": field(7, field(5, b"") * 40_000),
     "a-flood-of-nodes": field(7, field(1, b"") * 100_000),
     "deep-attributes": field(7, deep_attributes(3_000)),
+    "deep-graphs": field(7, deep_graphs(3_000)),
+    "a-flood-of-steps": field(7, b"".join(identity(b"%x" % i, b"%x" % (i + 1)) for i in range(40_000))),
     "deep-types": field(7, field(11, nested(2, 5_000))),
     "a-flood-of-locations": field(7, b"".join(external(b"%05x" % i) for i in range(10_000))),
     "bad-utf8": field(7, field(11, field(1, b"\xff\xfe"))),
@@ -269,6 +285,7 @@ HOSTILE = {
 
 
 FLOODS_OF_PORTS = frozenset({"a-flood-of-empty-inputs", "a-flood-of-named-inputs"})
+FOR_DATAFLOW = ("a-flood-of-steps", "a-flood-of-nodes", "deep-graphs", "deep-attributes", "claims-2-gib")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +295,8 @@ FLOODS_OF_PORTS = frozenset({"a-flood-of-empty-inputs", "a-flood-of-named-inputs
         for name in HOSTILE
         for read in (read_ports, read_external_files)
         if read is read_ports or name not in FLOODS_OF_PORTS
-    ],
+    ]
+    + [pytest.param(name, read_cache_flow, id=f"{name}-read_cache_flow") for name in FOR_DATAFLOW],
 )
 def test_a_hostile_file_costs_no_more_than_its_size_allows(
     tmp_path: Path, name: str, read: Callable[[Path], object]
