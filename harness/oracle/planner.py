@@ -15,7 +15,7 @@ import onnx
 from harness.errors import EngineFailedError, InputError
 from harness.oracle.declared import keeping_types
 from harness.oracle.executor import ABSENT, DISCARD, Body, Step
-from harness.oracle.kernels import find, operator_version
+from harness.oracle.kernels import LEFT_OUT, find, operator_version
 from harness.oracle.kernels.registry import Kernel
 from harness.oracle.names import domain_of, free_names, label_of, ordered, resolved
 from harness.oracle.node import Compute, Node, UnsupportedFeatureError
@@ -146,6 +146,8 @@ class Planner:
                     f"opset {opset}, operator version {version}" if opset is not None else "no opset imported"
                 )
                 what = f"operator {node.op_type} of domain {domain or 'ai.onnx'} ({since})"
+                if (domain, node.op_type) in LEFT_OUT:
+                    what += f", left out as it needs {LEFT_OUT[domain, node.op_type]},"
                 self._lack(what, f"node {label_of(node, scope)}")
                 self._placeholders(node, scope)
             else:

@@ -28,9 +28,10 @@ from harness.oracle.kernels import (
     rotary,
     tensor,
 )
-from harness.oracle.kernels.registry import claims, find, operator_version
+from harness.oracle.kernels.registry import LEFT_OUT, claims, find, operator_version
 
 __all__ = [
+    "LEFT_OUT",
     "attention",
     "cast",
     "claims",

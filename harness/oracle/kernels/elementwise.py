@@ -225,6 +225,13 @@ def _swish(node: Node) -> Compute:
     return silu if alpha == 1 else lambda x: x * sigmoid(alpha * x)
 
 
+@kernel("SwiGLU", 28)
+def _swiglu(node: Node) -> Compute:
+    """`a sigmoid(alpha a) b`."""
+    alpha = node.number("alpha", 1.0)
+    return lambda a, b: a * sigmoid(alpha * a) * b
+
+
 @kernel("LeakyRelu", (6, 16))
 def _leaky_relu(node: Node) -> Compute:
     """`x` where x >= 0, else `alpha x`."""

@@ -56,7 +56,7 @@ def _gather_block_quantized(node: Node) -> Compute:
             codes -= spread(unpacked.astype(precision.dtype))
         elif q.dtype == np.uint8:
             codes -= 2 ** (bits - 1)
-        codes *= spread(precision.widen(scales))
+        codes *= precision.widen(spread(scales))
         mask: Any = inside.reshape(*[1] * axis, *indices.shape, *[1] * (q.ndim - 1 - axis))
         return np.where(mask, codes, codes.dtype.type(0))
 

@@ -14,7 +14,18 @@ import onnx
 
 from harness.oracle.node import Compute, Node
 
-__all__ = ["CONTRIB", "Bind", "Kernel", "always", "claims", "find", "kernel", "operator_version", "register"]
+__all__ = [
+    "CONTRIB",
+    "LEFT_OUT",
+    "Bind",
+    "Kernel",
+    "always",
+    "claims",
+    "find",
+    "kernel",
+    "operator_version",
+    "register",
+]
 
 CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators; all of them have version 1."""
@@ -39,6 +50,15 @@ class Kernel:
     moves: bool = False
     pure: bool = True
 
+
+LEFT_OUT: dict[tuple[str, str], str] = {
+    (CONTRIB, "PackedAttention"): "rows of unequal lengths packed into one",
+    (CONTRIB, "PackedMultiHeadAttention"): "rows of unequal lengths packed into one",
+    (CONTRIB, "PagedAttention"): "a cache in pages",
+    (CONTRIB, "SparsePagedAttention"): "a cache in pages",
+    (CONTRIB, "VarlenCausalConvWithState"): "rows of unequal lengths packed into one",
+}
+"""Operators that the oracle leaves out on purpose, and what of them no decode loop here can feed."""
 
 _KERNELS: dict[tuple[str, str], dict[int, Kernel]] = {}
 
