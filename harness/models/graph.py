@@ -183,6 +183,7 @@ class GraphBuilder:
         external: bool = True,
         external_from: int = 1024,
         metadata: dict[str, str] | None = None,
+        shared: bool = False,
     ) -> Path:
         """Write the model to `path`, and its large tensors to one file `<path>.data` beside it.
 
@@ -195,15 +196,17 @@ class GraphBuilder:
             external: whether to write large tensors beside the graph.
             external_from: smallest size, in bytes, of a tensor in the external file.
             metadata: `metadata_props` of the model, such as where its weights come from.
+            shared: whether tensors that are views of the same bytes lie in the external file once.
         """
         import onnx
         from onnx import helper
 
         if external:
             data = path.with_name(path.name + ".data")
+            places: dict[tuple[int, int], int] | None = {} if shared else None
             with data.open("wb") as stream:
                 tensors = [
-                    _external_tensor(name, array, data.name, stream)
+                    _external_tensor(name, array, data.name, stream, places)
                     if array.nbytes >= external_from
                     else _tensor(name, array)
                     for name, array in self._initializers.items()
@@ -291,13 +294,26 @@ def _tensor(name: str, array: NDArray[Any]) -> onnx.TensorProto:
     return tensor
 
 
-def _external_tensor(name: str, array: NDArray[Any], location: str, stream: BinaryIO) -> onnx.TensorProto:
+def _external_tensor(
+    name: str,
+    array: NDArray[Any],
+    location: str,
+    stream: BinaryIO,
+    places: dict[tuple[int, int], int] | None,
+) -> onnx.TensorProto:
+    """The tensor, its values written to `stream`; `places` are the offsets of bytes written before."""
     import onnx
 
-    stream.write(b"\0" * (-stream.tell() % _EXTERNAL_ALIGNMENT))
+    key = (array.ctypes.data, array.nbytes)
+    offset = None if places is None else places.get(key)
+    if offset is None:
+        stream.write(b"\0" * (-stream.tell() % _EXTERNAL_ALIGNMENT))
+        offset = stream.tell()
+        _little_endian(array).tofile(stream)
+        if places is not None:
+            places[key] = offset
     tensor = _described(name, array)
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", stream.tell()), ("length", array.nbytes)):
-        tensor.external_data.add(key=key, value=str(value))
-    _little_endian(array).tofile(stream)
+    for entry, value in (("location", location), ("offset", offset), ("length", array.nbytes)):
+        tensor.external_data.add(key=entry, value=str(value))
     return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +56,11 @@ def _matmul_n_bits(node: Node) -> Compute:
 
     weights = [node.constant(index) for index in range(5)]
     fixed = all(weights[index] is not None for index in range(1, 5) if node.has_input(index))
-    source: Any = ResidentMatrix(matrix(*weights), node.residency) if fixed else matrix
+    source: Any = matrix
+    if fixed:
+        # Weights of another size than N and K say fail when they are used, by the name of the node.
+        with contextlib.suppress(ValueError):
+            source = ResidentMatrix(matrix(*weights), node.residency)
     return Projection(source, bias=5)
 
 
