@@ -21,13 +21,15 @@ from harness.topology.spec import Role
 
 __all__ = ["CacheFlow", "Reached", "read_cache_flow"]
 
-_Slots = tuple[tuple[int, int, Role | None], ...]
+_Slot = tuple[int, int, Role | None, bool]
+"""Input position, output position, what the operator says that it is, and whether it is kept whole."""
+_Slots = tuple[_Slot, ...]
 
 _KEY_VALUE = (Role.KV_KEY, Role.KV_VALUE)
 
 
 def _slots(inputs: tuple[int, ...], outputs: tuple[int, ...], roles: tuple[Role | None, ...]) -> _Slots:
-    return tuple(zip(inputs, outputs, roles, strict=True))
+    return tuple((*slot, True) for slot in zip(inputs, outputs, roles, strict=True))
 
 
 CACHE_SLOTS: Mapping[tuple[str, str], _Slots] = {
@@ -69,7 +71,7 @@ _FIRST_TO_FIRST = frozenset(
         "Unsqueeze",
     }
 )
-_ANY_TO_FIRST = frozenset({"Add", "Concat", "Div", "Max", "Min", "Mul", "Sub", "Sum"})
+_ARITHMETIC = frozenset({"Add", "Div", "Max", "Min", "Mul", "Sub", "Sum"})
 _DEEPEST = 50  # protobuf reads about 30 nested graphs
 
 
@@ -80,12 +82,15 @@ class Reached:
     Attributes:
         output: its name.
         role: what the operator on the way says that the cache is; None where none does.
-        through: the operator that updates it, or a plain word for the way.
+        through: the operator that updates it.
+        whole: True if no arithmetic is on the way. Recurrences need arithmetic, but through it a state
+            also enters what is computed from it, so such a way confirms and does not contradict.
     """
 
     output: str
     role: Role | None
     through: str
+    whole: bool = True
 
 
 class CacheFlow:
@@ -106,10 +111,12 @@ class CacheFlow:
         scope[name] = self._count
         return self._count
 
-    def step(self, source: int | None, target: int | None, role: Role | None, through: str) -> None:
-        """Note that the value `source` is kept in `target`."""
+    def step(
+        self, source: int | None, target: int | None, role: Role | None, through: str, *, whole: bool = True
+    ) -> None:
+        """Note that the value `source` is kept in `target`; `whole` as in `Reached`."""
         if source is not None and target is not None:
-            self._steps.setdefault(source, []).append((target, role, through))
+            self._steps.setdefault(source, []).append((target, role, through, whole))
             self._patience += 1
 
     def close(self) -> None:
@@ -125,24 +132,30 @@ class CacheFlow:
         if start is None:
             return ()
         found: dict[str, Reached] = {}
-        seen = {start}
-        pending: list[_Step] = [(start, None, "")]
-        while pending and self._patience > 0:
-            value, role, through = pending.pop()
+        seen: set[int] = set()
+        whole: list[_Step] = [(start, None, "", True)]
+        through_arithmetic: list[_Step] = []
+        # Ways without arithmetic are walked to their ends first, so that each value is met on the best way.
+        while (whole or through_arithmetic) and self._patience > 0:
+            value, role, through, intact = (whole or through_arithmetic).pop()
+            if value in seen:
+                continue
+            seen.add(value)
             output = self._outputs.get(value)
             if output is not None and value != start:
-                found.setdefault(output, Reached(output, role, through))
-            for target, its_role, operator in self._steps.get(value, ()):
+                found.setdefault(output, Reached(output, role, through, intact))
+            for target, its_role, operator, step_is_whole in self._steps.get(value, ()):
                 self._patience -= 1
                 if target not in seen:
-                    seen.add(target)
                     tells = its_role is not None or not through
-                    pending.append((target, its_role or role, operator if tells else through))
+                    still = intact and step_is_whole
+                    step = (target, its_role or role, operator if tells else through, still)
+                    (whole if still else through_arithmetic).append(step)
         return tuple(found.values()) if self._patience > 0 else ()
 
 
-_Step = tuple[int, Role | None, str]
-"""Where a value is kept, what the operator says that it is, and the operator."""
+_Step = tuple[int, Role | None, str, bool]
+"""Where a value is kept, what the operator says that it is, the operator, and whether as a whole."""
 
 
 def read_cache_flow(path: Path | str) -> CacheFlow:
@@ -193,15 +206,15 @@ class _Reader:
             for name in node.outputs:
                 self._budget.spend(2 * Budget.OBJECT + len(name))
                 outputs.append(flow.define(scopes[-1], name) if name else None)
-            for source, target, role in self._steps(node):
+            for source, target, role, whole in self._steps(node):
                 if source < len(inputs) and target < len(outputs) and inputs[source] is not None:
                     self._budget.spend(2 * Budget.OBJECT)
-                    flow.step(inputs[source], outputs[target], role, node.operator)
+                    flow.step(inputs[source], outputs[target], role, node.operator, whole=whole)
             if node.graphs and not node.domain:
                 self._walk_subgraphs(flow, node, inputs, outputs, scopes)
         self._depth -= 1
 
-    def _steps(self, node: Node) -> Iterable[tuple[int, int, Role | None]]:
+    def _steps(self, node: Node) -> Iterable[_Slot]:
         """Input and output positions between which the node keeps a cache."""
         operator = (node.domain, node.operator)
         if operator in CACHE_SLOTS:
@@ -211,17 +224,18 @@ class _Reader:
         if node.domain:
             return ()
         if node.operator in _FIRST_TO_FIRST:
-            return ((0, 0, None),)
-        if node.operator in _ANY_TO_FIRST:
-            return ((position, 0, None) for position in range(len(node.inputs)))
+            return ((0, 0, None, True),)
+        if node.operator == "Concat" or node.operator in _ARITHMETIC:
+            whole = node.operator == "Concat"
+            return ((position, 0, None, whole) for position in range(len(node.inputs)))
         if node.operator == "Where":
-            return ((1, 0, None), (2, 0, None))
+            return ((1, 0, None, True), (2, 0, None, True))
         if node.operator == "Split":
-            return ((0, position, None) for position in range(len(node.outputs)))
+            return ((0, position, None, True) for position in range(len(node.outputs)))
         if node.operator == "Scan":
-            return ((position, position, Role.STATE) for position in range(_carried_by_scan(node)))
+            return ((position, position, Role.STATE, True) for position in range(_carried_by_scan(node)))
         if node.operator == "Loop":
-            return ((position + 2, position, None) for position in range(len(node.inputs) - 2))
+            return ((position + 2, position, None, True) for position in range(len(node.inputs) - 2))
         return ()
 
     def _summary(self, operator: tuple[str, str]) -> _Slots:
@@ -236,7 +250,7 @@ class _Reader:
         flow.close()
         positions = {name: position for position, name in enumerate(body.outputs)}
         self._summaries[operator] = tuple(
-            (position, positions[reached.output], reached.role)
+            (position, positions[reached.output], reached.role, reached.whole)
             for position, name in enumerate(body.inputs)
             for reached in flow.reached(name)
         )

@@ -35,7 +35,7 @@ def settle(
         free: outputs without a partner, by name.
         role_by_name: what the name of an input says that it is, None for nothing.
     """
-    reached = {port.name: [one for one in flow.reached(port.name) if one.output in free] for port in inputs}
+    reached = {port.name: _closest(flow, port, free) for port in inputs}
     claims: dict[str, int] = {}
     for found in reached.values():
         for one in found:
@@ -55,14 +55,20 @@ def settle(
     return bindings
 
 
+def _closest(flow: CacheFlow, port: Port, free: Mapping[str, Port]) -> list[Reached]:
+    """The free outputs that an input reaches without arithmetic, or else with it."""
+    found = [one for one in flow.reached(port.name) if one.output in free]
+    return [one for one in found if one.whole] or found
+
+
 def confirm(
     flow: CacheFlow, bindings: Iterable[CacheBinding], outputs: Collection[str]
 ) -> tuple[list[CacheBinding], list[Finding]]:
     """Hold bindings made by name against the dataflow; returns them with its evidence, and contradictions.
 
-    A past port that reaches its present port is confirmed. One that reaches other caches only, or whose
-    operator says that it is something else, contradicts its name. One that reaches none says nothing: a
-    state may be computed anew from the last tokens.
+    A past port that reaches its present port is confirmed. One that reaches other caches only, without
+    arithmetic on the way, or whose operator says that it is something else, contradicts its name. One that
+    reaches none says nothing: a state may be computed anew from the last tokens.
     """
     confirmed = []
     findings = []
@@ -74,8 +80,9 @@ def confirm(
         own = reached.get(binding.present.name)
         if own is None:
             confirmed.append(binding)
-            if reached:
-                findings.append(_crossed(binding, binding.present, tuple(reached)))
+            elsewhere = tuple(one.output for one in reached.values() if one.whole)
+            if elsewhere:
+                findings.append(_crossed(binding, binding.present, elsewhere))
             continue
         if own.role is not None and _contradicts(binding.role, own.role):
             findings.append(_otherwise(binding, binding.present, own))

@@ -421,3 +421,73 @@ def test_an_input_that_reaches_two_outputs_is_not_settled(tmp_path: Path) -> Non
     refusal = derive(model(tmp_path / "m.onnx", nodes, pasts, {"cat_1": GROWN, "transpose_1": GROWN})).refusal
     assert refusal is not None
     assert refusal.code == "E_AMBIGUOUS_STATE_PAIRING"
+
+
+def test_arithmetic_confirms_and_does_not_contradict(tmp_path: Path) -> None:
+    """A convolution in plain operators feeds the state after it: that is no sign of crossed wires.
+
+    The window's own present is computed from new tokens only, as when a call brings a whole window of them.
+    """
+    nodes = [
+        helper.make_node("Mul", ["past_key_values.0.conv_state", "w"], ["c"]),
+        helper.make_node("Add", ["past_key_values.0.ssm_state", "c"], ["present.0.ssm_state"]),
+        helper.make_node("MatMul", ["x", "w"], ["present.0.conv_state"]),
+    ]
+    kinds = ("conv_state", "ssm_state")
+    path = model(
+        tmp_path / "m.onnx",
+        nodes,
+        {f"past_key_values.0.{kind}": STATE for kind in kinds},
+        {f"present.0.{kind}": STATE for kind in kinds},
+    )
+    topology = derive(path).topology
+    assert topology is not None
+    evidence = {port.name: port.because for port in topology.roles}
+    assert "confirmed by dataflow through Add" in evidence["past_key_values.0.ssm_state"]
+    assert "dataflow" not in evidence["past_key_values.0.conv_state"]
+
+
+def test_the_way_without_arithmetic_settles_first(tmp_path: Path) -> None:
+    """A nameless window is appended to, and computed with: what it is appended into is its present."""
+    nodes = [
+        *concat("past_key_values_0.0", "cat_1"),
+        helper.make_node("Mul", ["cat_1", "w"], ["mul_1"]),
+    ]
+    pasts = {"past_key_values_0.0": GROWING}
+    topology = derive(model(tmp_path / "m.onnx", nodes, pasts, {"mul_1": GROWN, "cat_1": GROWN})).topology
+    assert topology is not None
+    assert (topology.kv_inputs, topology.kv_outputs) == (("past_key_values_0.0",), ("cat_1",))
+
+
+def test_arithmetic_inside_a_function_counts_as_arithmetic(tmp_path: Path) -> None:
+    """A function that decays a state confirms its own pair, and contradicts no other by it."""
+    opsets = [helper.make_opsetid("", 21)]
+    decay = helper.make_function(
+        "local", "decay", ["s", "d"], ["o"], [helper.make_node("Mul", ["s", "d"], ["o"])], opsets
+    )
+    node = helper.make_node("decay", ["past.0.conv", "w"], ["present.0.ssm"], domain="local")
+    other = helper.make_node("MatMul", ["x", "w"], ["present.0.conv"])
+    kinds = ("conv", "ssm")
+    path = model(
+        tmp_path / "m.onnx",
+        [node, other],
+        {f"past.0.{kind}": STATE for kind in kinds},
+        {f"present.0.{kind}": STATE for kind in kinds},
+        (decay,),
+    )
+    assert [one.whole for one in read_cache_flow(path).reached("past.0.conv")] == [False]
+    assert derive(path).outcome is Outcome.DERIVED
+
+
+def test_branching_ways_do_not_multiply(tmp_path: Path) -> None:
+    """Sixty diamonds in a row have two to the sixtieth ways through them; each value is met once."""
+    nodes = []
+    value = "past.0.key"
+    for number in range(60):
+        sides = [f"a{number}", f"b{number}"]
+        nodes += [helper.make_node("Identity", [value], [side]) for side in sides]
+        value = f"v{number}"
+        nodes.append(helper.make_node("Concat", sides, [value], axis=0))
+    nodes.append(helper.make_node("Identity", [value], ["present.0.key"]))
+    path = model(tmp_path / "m.onnx", nodes, {"past.0.key": GROWING}, {"present.0.key": GROWN})
+    assert [one.output for one in read_cache_flow(path).reached("past.0.key")] == ["present.0.key"]
