@@ -14,6 +14,7 @@ import numpy as np
 from harness.oracle.kernels.elementwise import sigmoid, silu, softplus
 from harness.oracle.kernels.registry import CONTRIB, kernel
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
+from harness.oracle.workers import Claims, share
 
 __all__ = ["RULES", "recur"]
 
@@ -79,6 +80,10 @@ def _linear_attention(node: Node) -> Compute:
     return run
 
 
+_STATE_BYTES = 1 << 18
+"""States of so many bytes are taken through all positions together: they stay in the processor's cache."""
+
+
 def recur(
     q: Tensor, k: Tensor, v: Tensor, *, state: Tensor, gate: Any, rate: Any, keep: int = 0
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -88,20 +93,31 @@ def recur(
     multiplied by, rate [T, B, N or 1, 1, 1] is beta, None where the rule has none. Gives the outputs
     [T, B, N, G, E], the last state, and the states after each of the last `keep` positions.
     """
-    count = len(q)
+    count, _, heads = k.shape[:3]
     outputs = np.empty((count, *q.shape[1:-1], v.shape[-1]), dtype=v.dtype)
-    kept: list[Tensor] = []
-    for step in range(count):
-        if gate is not None:
-            state = state * gate[step]
-        row, new = k[step], v[step]
-        if rate is not None:
-            new = rate[step] * (new - row @ state)
-        state = state + row.swapaxes(-1, -2) * new
-        np.matmul(q[step], state, out=outputs[step])
-        if count - step <= keep:
-            kept.append(state)
-    return outputs, state, kept
+    last = np.array(state)
+    kept = [np.empty_like(last) for _ in range(min(keep, count))]
+    group = max(1, _STATE_BYTES // (last[:, :1].nbytes or 1))
+
+    def work(claims: Claims) -> None:
+        for job in claims:
+            some = slice(job * group, (job + 1) * group)
+            own, update = last[:, some], np.empty_like(last[:, some])
+            for step in range(count):
+                if gate is not None:
+                    own *= gate[step][:, some]
+                row, new = k[step][:, some], v[step][:, some]
+                if rate is not None:
+                    each = rate[step] if rate.shape[2] == 1 else rate[step][:, some]
+                    new = each * (new - row @ own)
+                np.multiply(row.swapaxes(-1, -2), new, out=update)
+                own += update
+                np.matmul(q[step][:, some], own, out=outputs[step][:, some])
+                if count - step <= keep:
+                    kept[step - count][:, some] = own
+
+    share(-(-heads // group), work)
+    return outputs, last, kept
 
 
 def _heads_first(x: Tensor, width: int, heads: int) -> Tensor:
