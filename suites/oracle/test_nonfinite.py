@@ -121,6 +121,19 @@ def test_what_is_fed_is_named_as_input(tmp_path: Path) -> None:
     assert model.first_non_finite(given, ["logits"]) == "input x"
 
 
+def test_a_constant_infinity_in_a_result_names_the_node_that_reads_it(tmp_path: Path) -> None:
+    """Logits of banned tokens, say: no input is to blame, and no overflow."""
+    path = save_graph(
+        tmp_path / "model.onnx",
+        [node("Add", ["x", "ban"], "banned"), node("Identity", ["banned"], "logits")],
+        [helper.make_tensor_value_info("x", FLOAT, ["n", 2])],
+        [helper.make_tensor_value_info("logits", FLOAT, None)],
+        {"ban": np.array([0, -np.inf], np.float32)},
+    )
+    model = OracleModel.load(path)
+    assert model.first_non_finite({"x": np.ones((1, 2), np.float32)}, ["logits"]) == "Add banned"
+
+
 def test_infinities_that_fill_a_tensor_are_told_from_overflows(tmp_path: Path) -> None:
     """A mask filled with minus infinity at run time is no overflow; a row masked throughout names Softmax."""
     path = save_graph(

@@ -144,6 +144,117 @@ def test_values_inside_inlined_functions_are_rounded_too(tmp_path: Path) -> None
     np.testing.assert_array_equal(y, ((x + third) * third).astype(np.float32))
 
 
+def halves(random: np.random.RandomState, *shape: int) -> np.ndarray:
+    """Standard normal numbers in half precision."""
+    return floats(random, *shape).astype(np.float16)
+
+
+HALF_OUT, FLOAT_OUT = np.dtype(np.float16), np.dtype(np.float32)
+MIXED: dict[str, tuple[str, Callable[[Any], list[Any]], dict[str, Any], list[np.dtype[Any]]]] = {
+    "a state of its own type": (
+        "LinearAttention",
+        lambda r: (
+            [halves(r, 1, 3, 8)] * 3 + [floats(r, 1, 2, 4, 4), -abs(halves(r, 1, 3, 2)), halves(r, 1, 3, 2)]
+        ),
+        {"q_num_heads": 2, "kv_num_heads": 2},
+        [HALF_OUT, FLOAT_OUT],
+    ),
+    "no state, so of the query's type": (
+        "LinearAttention",
+        lambda r: [halves(r, 1, 3, 8)] * 3 + [None, -abs(halves(r, 1, 3, 2)), halves(r, 1, 3, 2)],
+        {"q_num_heads": 2, "kv_num_heads": 2},
+        [HALF_OUT, HALF_OUT],
+    ),
+    "a state that is always float": (
+        "GatedDeltaNet",
+        lambda r: [halves(r, 1, 3, 2, 4)] * 3 + [None, -abs(floats(r, 1, 3, 2)), floats(r, 1, 3, 2)],
+        {},
+        [HALF_OUT, FLOAT_OUT],
+    ),
+    "gates of halves by floats": (
+        "LinearAttentionGate",
+        lambda r: [halves(r, 1, 3, 4), floats(r, 4), floats(r, 4), halves(r, 1, 3, 4)],
+        {},
+        [HALF_OUT, HALF_OUT],
+    ),
+    "the type of the scale": (
+        "GatherBlockQuantized",
+        lambda r: [r.randint(0, 256, (4, 16)).astype(np.uint8), np.array([1, 3]), abs(halves(r, 4, 1))],
+        {"bits": 8, "block_size": 16},
+        [HALF_OUT],
+    ),
+    "the type of the table": (
+        "EmbedLayerNormalization",
+        lambda r: (
+            [np.ones((1, 3), np.int32), None, *(halves(r, 5, 8) for _ in range(2)), None] + [halves(r, 8)] * 2
+        ),
+        {},
+        [HALF_OUT],
+    ),
+    "norm of halves by a float": (
+        "SimplifiedLayerNormalization",
+        lambda r: [halves(r, 3, 8), floats(r, 8)],
+        {"domain": ""},
+        [FLOAT_OUT],
+    ),
+    "norm of floats by a half": (
+        "SimplifiedLayerNormalization",
+        lambda r: [floats(r, 3, 8), halves(r, 8)],
+        {"domain": ""},
+        [HALF_OUT],
+    ),
+}
+
+
+@pytest.mark.parametrize(("op_type", "inputs", "attributes", "expected"), MIXED.values(), ids=MIXED)
+def test_outputs_have_the_types_that_onnx_runtime_declares(
+    op_type: str,
+    inputs: Callable[[Any], list[Any]],
+    attributes: dict[str, Any],
+    expected: list[np.dtype[Any]],
+    tmp_path: Path,
+    save_one_node: Callable[..., Path],
+    seeded: np.random.RandomState,
+) -> None:
+    """A half is rounded to one, a float keeps what no half holds, whatever the first input's type is."""
+    given = inputs(seeded)
+    options = {"domain": "com.microsoft"} | attributes
+    path = save_one_node(tmp_path / "m.onnx", op_type, given, outputs=len(expected), opset=22, **options)
+    feeds = {f"x{i}": x for i, x in enumerate(given) if x is not None}
+    names = [f"y{i}" for i in range(len(expected))]
+    results = OracleModel.load(path, rounding="model").run(feeds, names)
+    for name, dtype in zip(names, expected, strict=True):
+        as_half = results[name].astype(np.float16).astype(np.float32)
+        assert np.array_equal(as_half, results[name]) == (dtype == HALF_OUT), name
+
+
+def test_a_function_knows_the_types_of_what_it_is_called_with(tmp_path: Path) -> None:
+    """A zero point that is fed says, through the call, to which narrow float the function quantises."""
+    eight = TensorProto.FLOAT8E5M2
+    path = save_graph(
+        tmp_path / "model.onnx",
+        [helper.make_node("Narrow", ["x", "zero"], ["y"], domain="local")],
+        [port("x", TensorProto.FLOAT, ["n"]), port("zero", eight, [])],
+        [port("y", eight, ["n"])],
+        {},
+    )
+    model = onnx.load(path)
+    model.opset_import.append(helper.make_opsetid("local", 1))
+    nodes = [
+        helper.make_node("Constant", [], ["one"], value_float=1.0),
+        helper.make_node("QuantizeLinear", ["a", "one", "b"], ["c"]),
+    ]
+    opset = [entry for entry in model.opset_import if entry.domain == ""]
+    model.functions.append(helper.make_function("local", "Narrow", ["a", "b"], ["c"], nodes, opset))
+    onnx.save(model, path)
+    x = np.array([0.3, 1.1, 70000.0], np.float32)
+    want = np.clip(x, None, 57344).astype(ml_dtypes.float8_e5m2).astype(np.float32)
+    feeds = {"x": x, "zero": np.zeros((), ml_dtypes.float8_e5m2)}
+    for rounding in ("none", "model"):
+        y = OracleModel.load(path, rounding=rounding).run(feeds, ["y"])["y"]
+        np.testing.assert_array_equal(y, want)
+
+
 # --- int8 activations
 
 
@@ -196,6 +307,32 @@ def test_level_4_is_what_onnx_runtime_computes(
 
     assert error("model") < 2e-6
     assert error("none") < 2e-6 if zero == "float" else error("none") > 1e-3
+
+
+def test_with_groups_in_another_order_no_activation_is_rounded(
+    tmp_path: Path, save_one_node: Callable[..., Path], seeded: np.random.RandomState
+) -> None:
+    """With g_idx there are no blocks along the activations: ONNX Runtime computes in fp32 at level 4 too."""
+    k, n, block = 64, 24, 32
+    x = floats(seeded, 3, k)
+    inputs = [x, seeded.randint(0, 256, (n, 2, 16)).astype(np.uint8), np.abs(floats(seeded, n, 2))]
+    inputs += [None, seeded.permutation(np.arange(k) // block).astype(np.int32)]
+    path = save_one_node(
+        tmp_path / "m.onnx",
+        "MatMulNBits",
+        inputs,
+        domain="com.microsoft",
+        opset=22,
+        constants=(1, 2, 4),
+        bits=4,
+        block_size=block,
+        N=n,
+        K=k,
+        accuracy_level=4,
+    )
+    (want,) = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"x0": x})
+    y = OracleModel.load(path, rounding="model").run({"x0": x}, ["y0"])["y0"]
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=70), st.sampled_from([16, 32]))
