@@ -41,7 +41,7 @@ class CheckStarted:
         state_pairs: number of recurrent state pairs.
         candidate: the candidate engine's name.
         oracle: the oracle engine's name.
-        oracle_mode: `stepwise`, one run for each token.
+        oracle_mode: `one-pass`, or `stepwise`: one run for each token.
         prompts: number of prompts.
         compared: what is compared, such as `tokens`.
         seed: the seed of everything random in this check.
@@ -158,6 +158,7 @@ class PromptJudged:
         undecided: positions that even the finest precision could not separate.
         first_divergence: None where nothing diverges.
         failure: how the candidate failed, None where it did not.
+        oracle_mode: how the oracle ran on this prompt; None where it did not.
         candidate_seconds: wall-clock time of the candidate's decode.
         oracle_seconds: wall-clock time of the oracle's verification.
     """
@@ -173,6 +174,7 @@ class PromptJudged:
     first_divergence: FirstDivergence | None = None
     undecided: tuple[int, ...] = ()
     failure: FailureFacts | None = None
+    oracle_mode: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The decode loop: prefill, then one token a call, with every cache threaded by topology.
 
 One loop, two choosers: `greedy_decode` follows the engine's own logits, `forced_decode` follows given
-tokens and keeps the logits it saw.
+tokens and keeps the logits it saw. `one_pass_decode` sees the same in a single call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness.engines.base import Session, TensorHandle, TopLogits
 from harness.errors import EngineFailedError, InputError, NotDrivableError
 from harness.topology.spec import Topology
 
-__all__ = ["StepObserver", "forced_decode", "greedy_decode"]
+__all__ = ["StepObserver", "forced_decode", "greedy_decode", "one_pass_decode"]
 
 StepObserver: TypeAlias = Callable[[int, int], None]
 """Called after each step with its index (0 is the prefill) and the token that follows it."""
@@ -107,6 +107,44 @@ def forced_decode(
         top_k=top_k,
         on_step=on_step,
     )
+
+
+def one_pass_decode(
+    session: Session,
+    topology: Topology,
+    prompt_ids: Sequence[int],
+    continuation: Sequence[int],
+    *,
+    top_k: int = 5,
+) -> Trace | None:
+    """What `forced_decode` does, in one call over the prompt and `continuation[:-1]`.
+
+    A causal decoder sees at each position what it sees step by step. Only the logits are asked for, so
+    no cache is kept. An engine that fails leaves a trace without tokens, and with the failure.
+
+    Returns:
+        the trace; None where the graph gives the logits of the last position alone.
+
+    Raises:
+        NotDrivableError: the loop cannot feed this graph.
+        InputError: the prompt or the continuation is empty, or an ID lies outside the vocabulary.
+    """
+    vocabulary = vocabulary_size(session.inventory, topology)
+    plan = plan_feeds(topology, session.inventory)
+    prompt = check_prompt_ids(prompt_ids, vocabulary)
+    follow = check_prompt_ids(continuation, vocabulary)
+    fed = (*prompt, *follow[:-1])
+    began = time.perf_counter()
+    try:
+        feeds = plan.start(session) | plan.inputs(session, fed, past=0)
+        logits = session.run(feeds, (plan.logits,))[plan.logits]
+        if len(logits.shape) != 3 or logits.shape[1] != len(fed):
+            return None
+        steps = session.top_logits(logits, k=top_k, positions=range(len(prompt) - 1, len(fed)))
+    except EngineFailedError as error:
+        failure = TraceFailure(error.kind, 0, error.message)
+        return Trace(prompt, (), (), time.perf_counter() - began, session.info, failure)
+    return Trace(prompt, follow, tuple(steps), time.perf_counter() - began, session.info)
 
 
 def _decode(

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.decode.loop import forced_decode, greedy_decode
+from harness.decode.loop import greedy_decode
+from harness.decode.prompts import check_prompt_ids, vocabulary_size
 from harness.decode.trace import Trace
-from harness.engines.base import Session
+from harness.engines.base import Session, SessionInfo
 from harness.engines.registry import EngineSpec
 from harness.errors import EngineFailedError, InvalidRunError, ParityError
 from harness.events import (
@@ -27,6 +28,7 @@ from harness.events import (
     TokenDecoded,
 )
 from harness.parity.compare import compare_tokens
+from harness.parity.reference import OracleMode, Reference
 from harness.parity.verdict import Verdict, exit_code_of, worst_verdict
 from harness.topology.spec import Topology
 
@@ -60,6 +62,7 @@ class CheckPlan:
         candidate: the engine under test.
         oracle: the engine trusted as reference.
         prompts: at least one.
+        oracle_mode: one forward pass over prompt and tokens, or a step for each token.
         max_new_tokens: tokens to decode for each prompt, at least one.
         stop_ids: end-of-sequence IDs; the ID that stops is the last token of the decode.
     """
@@ -74,6 +77,7 @@ class CheckPlan:
     oracle: EngineSpec
     prompts: Sequence[Prompt]
     max_new_tokens: int
+    oracle_mode: OracleMode = "one-pass"
     stop_ids: tuple[int, ...] = ()
 
 
@@ -113,6 +117,84 @@ class _Check:
 
     def run(self) -> CheckFinished:
         plan = self._plan
+        # Both sides are opened before anything is said: what turns out to be bad input leaves no report.
+        oracle = self._open_oracle()
+        candidate, failure = None, None
+        try:
+            try:
+                candidate = self._open(plan.candidate)
+                for prompt in plan.prompts:
+                    check_prompt_ids(
+                        prompt.token_ids, vocabulary_size(candidate.session.inventory, plan.topology)
+                    )
+            except (EngineFailedError, InvalidRunError) as error:
+                failure = error
+            self._announce(oracle, candidate)
+            if isinstance(failure, InvalidRunError):
+                raise failure
+            verdicts = []
+            for index, prompt in enumerate(plan.prompts):
+                self._emit(PromptStarted(index, prompt.text, prompt.token_ids, plan.max_new_tokens))
+                judged, candidate = self._decode(index, prompt, oracle, candidate, failure)
+                verdicts.append(Verdict(judged.verdict))
+                self._emit(judged)
+        finally:
+            oracle.close()
+            if candidate is not None:
+                candidate.session.close()
+        verdict = worst_verdict(verdicts)
+        return CheckFinished(verdict=verdict, exit_code=exit_code_of(verdict))
+
+    def _decode(
+        self,
+        index: int,
+        prompt: Prompt,
+        oracle: Reference,
+        candidate: _Opened | None,
+        failure: EngineFailedError | None,
+    ) -> tuple[PromptJudged, _Opened | None]:
+        """Judge one prompt; also gives the session for the next one, None where it must be a new one."""
+        plan = self._plan
+        try:
+            if failure is not None:
+                raise failure
+            # A session that has failed is never used again.
+            candidate = candidate or self._open(plan.candidate)
+            trace = greedy_decode(
+                candidate.session,
+                plan.topology,
+                prompt.token_ids,
+                max_new_tokens=plan.max_new_tokens,
+                stop_ids=plan.stop_ids,
+                top_k=TOP_K,
+                on_step=self._progress(index, "candidate"),
+            )
+        except EngineFailedError as error:
+            facts = FailureFacts(error.kind, error.message, error.step)
+            return _failed(index, facts, 0.0), None
+        judged = self._judge(index, trace, oracle)
+        if trace.failure is not None:
+            candidate.session.close()
+            candidate = None
+        return judged, candidate
+
+    def _open(self, spec: EngineSpec) -> _Opened:
+        start = time.perf_counter()
+        session = spec.open(self._plan.model)
+        return _Opened(session, time.perf_counter() - start)
+
+    def _open_oracle(self) -> Reference:
+        plan = self._plan
+        try:
+            return Reference(plan.oracle, plan.model, plan.topology, mode=plan.oracle_mode, top_k=TOP_K)
+        except EngineFailedError as error:
+            raise InvalidRunError(
+                f"The oracle cannot run this graph, so nothing can be verified: {error.message}",
+                next_action=error.next_action,
+            ) from error
+
+    def _announce(self, oracle: Reference, candidate: _Opened | None) -> None:
+        plan = self._plan
         self._emit(
             CheckStarted(
                 package=plan.package,
@@ -123,78 +205,27 @@ class _Check:
                 state_pairs=len(plan.topology.state_pairs),
                 candidate=plan.candidate.name,
                 oracle=plan.oracle.name,
-                oracle_mode="stepwise",
+                oracle_mode=plan.oracle_mode,
                 prompts=len(plan.prompts),
             )
         )
-        # The oracle first: what it cannot load ends the check before the candidate has cost anything.
-        oracle = self._open("oracle", plan.oracle)
-        candidate: Session | None = None
-        verdicts: list[Verdict] = []
-        try:
-            for index, prompt in enumerate(plan.prompts):
-                self._emit(PromptStarted(index, prompt.text, prompt.token_ids, plan.max_new_tokens))
-                try:
-                    # A session that has failed is never used again: the next prompt gets a new one.
-                    candidate = candidate or self._open("candidate", plan.candidate)
-                    trace = greedy_decode(
-                        candidate,
-                        plan.topology,
-                        prompt.token_ids,
-                        max_new_tokens=plan.max_new_tokens,
-                        stop_ids=plan.stop_ids,
-                        top_k=TOP_K,
-                        on_step=self._progress(index, "candidate"),
-                    )
-                except EngineFailedError as error:
-                    judged = _failed_before_decoding(index, error)
-                else:
-                    judged = self._judge(index, trace, oracle)
-                    if trace.failure is not None:
-                        candidate.close()
-                        candidate = None
-                verdicts.append(Verdict(judged.verdict))
-                self._emit(judged)
-        finally:
-            oracle.close()
-            if candidate is not None:
-                candidate.close()
-        verdict = worst_verdict(verdicts)
-        return CheckFinished(verdict=verdict, exit_code=exit_code_of(verdict))
+        self._emit(_opened_event("oracle", oracle.info, oracle.seconds))
+        if candidate is not None:
+            self._emit(_opened_event("candidate", candidate.session.info, candidate.seconds))
 
-    def _open(self, role: EngineRole, spec: EngineSpec) -> Session:
-        start = time.perf_counter()
-        session = spec.open(self._plan.model)
-        info = session.info
-        self._emit(
-            SessionOpened(
-                role=role,
-                engine=info.engine,
-                version=info.version,
-                settings=info.settings,
-                placement=info.placement,
-                mode=info.mode,
-                seconds=time.perf_counter() - start,
-            )
-        )
-        return session
-
-    def _judge(self, index: int, trace: Trace, oracle: Session) -> PromptJudged:
+    def _judge(self, index: int, trace: Trace, oracle: Reference) -> PromptJudged:
         failure = trace.failure
         facts = None if failure is None else FailureFacts(failure.kind, failure.message, failure.step)
         if not trace.token_ids:
             assert facts is not None, "a decode without tokens and without a failure"
             return _failed(index, facts, trace.seconds)
-        forced = forced_decode(
-            oracle,
-            self._plan.topology,
-            trace.prompt_ids,
-            trace.token_ids,
-            top_k=TOP_K,
-            on_step=self._progress(index, "oracle"),
-        )
-        _require_sound_oracle(index, forced)
-        found = compare_tokens(trace, forced)
+        progress = self._progress(index, "oracle")
+        try:
+            reference = oracle.verify(trace.prompt_ids, trace.token_ids, on_step=progress)
+        except InvalidRunError as error:
+            where = f"Prompt {index + 1}: {error.message}"
+            raise InvalidRunError(where, next_action=error.next_action) from error
+        found = compare_tokens(trace, reference.trace, bands=reference.bands, undecided=reference.undecided)
         return PromptJudged(
             index=index,
             verdict=found.verdict if facts is None else Verdict(facts.kind),
@@ -203,13 +234,33 @@ class _Check:
             oracle_forced_ids=found.oracle_forced_ids,
             min_margin=found.min_margin,
             candidate_seconds=trace.seconds,
-            oracle_seconds=forced.seconds,
+            oracle_seconds=reference.trace.seconds,
+            undecided=reference.undecided,
+            oracle_mode=reference.mode,
             first_divergence=found.first_divergence,
             failure=facts,
         )
 
     def _progress(self, index: int, role: EngineRole) -> _Progress:
         return _Progress(self._emit, index, role)
+
+
+def _opened_event(role: EngineRole, info: SessionInfo, seconds: float) -> SessionOpened:
+    return SessionOpened(
+        role=role,
+        engine=info.engine,
+        version=info.version,
+        settings=info.settings,
+        placement=info.placement,
+        mode=info.mode,
+        seconds=seconds,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    session: Session
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +271,6 @@ class _Progress:
 
     def __call__(self, step: int, token_id: int) -> None:
         self.emit(TokenDecoded(self.index, self.role, step, token_id))
-
-
-def _failed_before_decoding(index: int, error: EngineFailedError) -> PromptJudged:
-    return _failed(index, FailureFacts(error.kind, error.message, error.step), 0.0)
 
 
 def _failed(index: int, facts: FailureFacts, seconds: float) -> PromptJudged:
@@ -238,18 +285,3 @@ def _failed(index: int, facts: FailureFacts, seconds: float) -> PromptJudged:
         oracle_seconds=0.0,
         failure=facts,
     )
-
-
-def _require_sound_oracle(index: int, forced: Trace) -> None:
-    if forced.failure is not None:
-        raise InvalidRunError(
-            f"The oracle failed on prompt {index} at step {forced.failure.step}: {forced.failure.message}",
-            next_action="Choose another oracle with --oracle, or report the operator it lacks.",
-        )
-    for position, step in enumerate(forced.steps):
-        if step.has_nan:
-            raise InvalidRunError(
-                f"The oracle's logits hold NaN on prompt {index} at generated position {position}: "
-                "such an oracle proves nothing.",
-                next_action="Check the exported weights for overflow; try --oracle oracle:precision=float64.",
-            )

@@ -7,6 +7,7 @@ equals the candidate's token, that *is* the oracle's own greedy decode, by induc
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from harness.decode.trace import Trace
@@ -28,15 +29,20 @@ class TokenComparison:
     first_divergence: FirstDivergence | None
 
 
-def compare_tokens(candidate: Trace, oracle: Trace) -> TokenComparison:
+def compare_tokens(
+    candidate: Trace, oracle: Trace, *, bands: Sequence[float] = (), undecided: Collection[int] = ()
+) -> TokenComparison:
     """Compare the candidate's tokens with the oracle's argmax after the same tokens.
 
     A position whose candidate logits hold a NaN is a divergence whatever the token: no order is defined
-    there. Any difference is `divergent`, however small the oracle's margin.
+    there. Any difference is `divergent`, however small the oracle's margin, unless the oracle itself
+    cannot decide between the two tokens: differing there, and nowhere else, is `inconclusive`.
 
     Args:
         candidate: a greedy decode.
         oracle: a forced decode along `candidate.token_ids`, from the same prompt.
+        bands: below which margin the oracle decides nothing, for each position; none where not measured.
+        undecided: positions at which the oracle's margin lies within its band.
 
     Raises:
         ValueError: the traces do not belong together, or hold no position to compare.
@@ -47,25 +53,38 @@ def compare_tokens(candidate: Trace, oracle: Trace) -> TokenComparison:
     if not chosen:
         raise ValueError("the candidate produced no token: there is nothing to compare")
     forced = tuple(step.argmax for step in oracle.steps)
-    parted = next(
-        (
-            i
-            for i, token in enumerate(chosen)
-            if token != forced[i] or (candidate.steps[i].has_nan and not oracle.steps[i].has_nan)
-        ),
-        None,
-    )
-    own = forced if parted is None else forced[: parted + 1]
+    differing = [i for i, token in enumerate(chosen) if token != forced[i] or candidate.steps[i].has_nan]
+    decided = [
+        i
+        for i in differing
+        if i not in undecided
+        or candidate.steps[i].has_nan
+        or _behind(chosen[i], oracle.steps[i]) > (bands[i] if bands else 0.0)
+    ]
+    parted = next(iter(decided or differing), None)
+    own = forced if parted is None else (*chosen[:parted], forced[parted])
+    verdict = Verdict.DIVERGENT if decided else Verdict.INCONCLUSIVE if differing else Verdict.IDENTICAL
     return TokenComparison(
-        verdict=Verdict.IDENTICAL if parted is None else Verdict.DIVERGENT,
+        verdict=verdict,
         oracle_ids=own,
         oracle_forced_ids=forced,
         min_margin=min(step.margin for step in oracle.steps[: len(own)]),
-        first_divergence=None if parted is None else _describe(parted, candidate, oracle),
+        first_divergence=(
+            None
+            if parted is None
+            else _describe(parted, candidate, oracle, band=bands[parted] if bands else None)
+        ),
     )
 
 
-def _describe(index: int, candidate: Trace, oracle: Trace) -> FirstDivergence:
+def _behind(token: int, top: TopLogits) -> float:
+    """How far `token` is behind the largest logit; infinity where it is not among the largest."""
+    if token not in top.token_ids:
+        return float("inf")
+    return top.values[0] - top.values[top.token_ids.index(token)]
+
+
+def _describe(index: int, candidate: Trace, oracle: Trace, *, band: float | None) -> FirstDivergence:
     theirs, ours = candidate.steps[index], oracle.steps[index]
     token = candidate.token_ids[index]
     return FirstDivergence(
@@ -76,6 +95,7 @@ def _describe(index: int, candidate: Trace, oracle: Trace) -> FirstDivergence:
         oracle_top=tuple(zip(ours.token_ids, ours.values, strict=True)),
         candidate_top=tuple(zip(theirs.token_ids, theirs.values, strict=True)),
         evidence=_evidence(token, theirs, ours),
+        noise_band=band,
     )
 
 

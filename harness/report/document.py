@@ -133,6 +133,8 @@ class ParityDocument:
                 "limit": f.limit,
                 "stderr_tail": f.stderr_tail,
             }
+        if event.oracle_mode is not None:
+            self._sides["oracle"]["mode"] = event.oracle_mode
         tokens, seconds = len(event.candidate_ids), event.candidate_seconds
         self._prompts[event.index] = {
             "text": start.text,

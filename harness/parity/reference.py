@@ -1,0 +1,229 @@
+"""The oracle's side of a check: its logits along the candidate's tokens, and where they decide nothing.
+
+One forward pass over prompt and tokens gives the logits that stepping would give, up to rounding. How much
+rounding can matter is measured on the oracle itself: its *spread*, the largest difference between logits
+of the same token in float32 and float64, and in one pass and in steps, on a probe. Only where the margin
+is within the spread (times a stated factor) is a position decided again, in float64; what even float64
+cannot separate is undecided. A margin of zero in float64 is an exact tie, which the lowest ID has.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from harness.decode.loop import StepObserver, forced_decode, one_pass_decode
+from harness.decode.trace import Trace
+from harness.engines.base import Session, SessionInfo
+from harness.engines.registry import EngineSpec
+from harness.errors import InputError, InvalidRunError
+from harness.topology.spec import Topology
+
+__all__ = ["SPREAD_FACTOR", "OracleMode", "Reference", "ReferenceTrace", "spread_between"]
+
+OracleMode: TypeAlias = Literal["one-pass", "stepwise"]
+
+SPREAD_FACTOR = 4.0
+"""How many times the measured spread a margin must exceed to decide, as a probe sees few positions: with
+tolerances of four times the worst of clean engines, held-out prompts raised no false alarm."""
+
+_FINEST = "float64"
+
+_PROBE_PROMPT = 8
+"""Prompt tokens of the probe on which the spread is measured, at most."""
+
+_PROBE_STEPS = 3
+"""Generated tokens of the probe, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceTrace:
+    """The oracle along the candidate's tokens.
+
+    Attributes:
+        trace: the largest logits at each position, in float64 where a position was decided again.
+        bands: below which margin each position decides nothing; zero where it was not measured.
+        undecided: positions whose margin lies within their band, in the finest precision there is.
+        mode: how the logits came about.
+    """
+
+    trace: Trace
+    bands: tuple[float, ...]
+    undecided: tuple[int, ...]
+    mode: OracleMode
+
+
+class Reference:
+    """Verifies candidates of one graph; opens what it needs when it needs it.
+
+    An oracle without an option `precision` has no second precision to measure by: it runs stepwise, its
+    margins are taken as they are, and nothing is undecided.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        model: Path,
+        topology: Topology,
+        *,
+        mode: OracleMode,
+        top_k: int,
+    ) -> None:
+        """Load the graph in the oracle's own precision.
+
+        Args:
+            spec: the oracle.
+            model: the graph file.
+            topology: of the graph.
+            mode: `one-pass` falls back to `stepwise` where the graph gives the last logits alone.
+            top_k: how many of the largest logits to keep.
+
+        Raises:
+            EngineFailedError, EngineUnavailableError, InputError: as `harness.engines.base.Engine.open`.
+        """
+        self._spec = spec
+        self._model = model
+        self._topology = topology
+        self._top_k = top_k
+        self._has_precision = "precision" in spec.engine.options
+        self.mode: OracleMode = mode if self._has_precision else "stepwise"
+        began = time.perf_counter()
+        self._session = spec.open(model)
+        self.seconds = time.perf_counter() - began
+        self._precision = str(self._session.info.settings.get("precision", ""))
+        self._sessions = {self._precision: self._session}
+        self._bands: dict[str, float] = {}
+
+    @staticmethod
+    def check_mode(spec: EngineSpec, mode: OracleMode | None) -> OracleMode:
+        """The mode to run in: one-pass where the oracle can measure its own spread.
+
+        Raises:
+            InputError: one-pass was asked of an oracle without a second precision.
+        """
+        has_precision = "precision" in spec.engine.options
+        if mode == "one-pass" and not has_precision:
+            raise InputError(
+                f"--oracle-mode one-pass needs an oracle that can measure its own rounding, and {spec.name} "
+                "has no option precision.",
+                next_action="Use --oracle-mode stepwise, or --oracle oracle.",
+            )
+        return mode or ("one-pass" if has_precision else "stepwise")
+
+    @property
+    def info(self) -> SessionInfo:
+        """What runs and how."""
+        return self._session.info
+
+    def close(self) -> None:
+        """Free every session."""
+        for session in self._sessions.values():
+            session.close()
+
+    def verify(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, on_step: StepObserver | None = None
+    ) -> ReferenceTrace:
+        """The oracle's logits along `token_ids`.
+
+        Raises:
+            InvalidRunError: the oracle failed, or its logits hold NaN.
+        """
+        trace = self._sound(self._logits(self._session, prompt_ids, token_ids, on_step))
+        if not self._has_precision:
+            return ReferenceTrace(trace, (0.0,) * len(trace.steps), (), self.mode)
+        bands = [self._band(self._precision, prompt_ids, token_ids)] * len(trace.steps)
+        close = [i for i, step in enumerate(trace.steps) if step.margin <= bands[i]]
+        if close and self._precision != _FINEST:
+            finest = self._session_in(_FINEST)
+            again = self._sound(self._logits(finest, prompt_ids, token_ids, None))
+            steps = list(trace.steps)
+            for i in close:
+                steps[i], bands[i] = again.steps[i], self._band(_FINEST, prompt_ids, token_ids)
+            trace = replace(trace, steps=tuple(steps), seconds=trace.seconds + again.seconds)
+        undecided = tuple(i for i in close if 0 < trace.steps[i].margin <= bands[i])
+        return ReferenceTrace(trace, tuple(bands), undecided, self.mode)
+
+    def _logits(
+        self,
+        session: Session,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        on_step: StepObserver | None,
+    ) -> Trace:
+        if self.mode == "one-pass":
+            trace = one_pass_decode(session, self._topology, prompt_ids, token_ids, top_k=self._top_k)
+            if trace is not None:
+                if on_step is not None and trace.token_ids:
+                    on_step(len(trace.token_ids) - 1, trace.token_ids[-1])
+                return trace
+            self.mode = "stepwise"
+        return self._steps(session, prompt_ids, token_ids, on_step)
+
+    def _steps(
+        self,
+        session: Session,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        on_step: StepObserver | None = None,
+    ) -> Trace:
+        return forced_decode(
+            session, self._topology, prompt_ids, token_ids, top_k=self._top_k, on_step=on_step
+        )
+
+    def _band(self, precision: str, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+        """Below which margin a precision decides nothing; measured once, on the start of the first prompt."""
+        if precision not in self._bands:
+            prompt, tokens = tuple(prompt_ids)[:_PROBE_PROMPT], tuple(token_ids)[:_PROBE_STEPS]
+            if len(prompt) < len(prompt_ids):
+                tokens = tuple(prompt_ids)[len(prompt) : len(prompt) + _PROBE_STEPS]
+            session = self._session_in(precision)
+            exact = self._sound(self._steps(self._session_in(_FINEST), prompt, tokens))
+            runs = [] if precision == _FINEST else [self._sound(self._steps(session, prompt, tokens))]
+            whole = one_pass_decode(session, self._topology, prompt, tokens, top_k=self._top_k)
+            if whole is not None:
+                runs.append(self._sound(whole))
+            spread = max((spread_between(exact, run) for run in runs), default=0.0)
+            # A difference of two logits is off by at most twice what one of them is.
+            self._bands[precision] = 2 * SPREAD_FACTOR * spread
+        return self._bands[precision]
+
+    def _session_in(self, precision: str) -> Session:
+        if precision not in self._sessions:
+            options = {**self._spec.options, "precision": precision}
+            self._sessions[precision] = self._spec.engine.open(self._model, options)
+        return self._sessions[precision]
+
+    @staticmethod
+    def _sound(trace: Trace) -> Trace:
+        if trace.failure is not None:
+            raise InvalidRunError(
+                f"The oracle failed at step {trace.failure.step}: {trace.failure.message}",
+                next_action="Choose another oracle with --oracle, or report what it lacks.",
+            )
+        for position, step in enumerate(trace.steps):
+            if step.has_nan or not math.isfinite(step.values[0]):
+                raise InvalidRunError(
+                    f"The oracle's logits are not finite at generated position {position}: such an oracle "
+                    "proves nothing.",
+                    next_action="Check the exported weights for overflow; try oracle:precision=float64.",
+                )
+        return trace
+
+
+def spread_between(one: Trace, other: Trace) -> float:
+    """The largest difference between the logits of the same token at the same position of two traces.
+
+    Only tokens that are among the largest of both can be compared.
+    """
+    differences = [
+        abs(value - theirs[token])
+        for a, b in zip(one.steps, other.steps, strict=True)
+        for theirs in [dict(zip(b.token_ids, b.values, strict=True))]
+        for token, value in zip(a.token_ids, a.values, strict=True)
+        if token in theirs and math.isfinite(value) and math.isfinite(theirs[token])
+    ]
+    return max(differences, default=0.0)
