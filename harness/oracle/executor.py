@@ -6,7 +6,7 @@ that are wanted, so steps are pruned, and last uses found, once for each set of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,12 +32,14 @@ class Step:
         inputs: slots in the order that `compute` takes; captured values of subgraphs at the end.
         outputs: slots in the order that `compute` returns.
         label: for messages: operator and node.
+        bodies: the subgraphs that `compute` runs.
     """
 
     compute: Compute
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     label: str
+    bodies: tuple[Body, ...] = ()
 
 
 _Instruction: TypeAlias = tuple[Compute, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -50,12 +52,14 @@ class Program:
     Attributes:
         instructions: for each step its kernel, input slots, output slots, and slots dead after it.
         labels: for each step its label.
+        bodies: for each step its subgraphs.
         results: the slots of the wanted outputs.
         needed: the slots that must be given, or are constant.
     """
 
     instructions: tuple[_Instruction, ...]
     labels: tuple[str, ...]
+    bodies: tuple[tuple[Body, ...], ...]
     results: tuple[int, ...]
     needed: frozenset[int]
 
@@ -70,6 +74,8 @@ class Body:
         capture_count: how many of `inputs` are captured from outside.
         blanks: for each output an array of its declared dtype with extent 0 where the shape has a symbol;
             None where the graph declares no shape.
+        whole: the program of all outputs.
+        watch: while set, called with the arguments of each run as a subgraph, before it.
     """
 
     def __init__(
@@ -90,7 +96,8 @@ class Body:
         self.blanks = tuple(blanks)
         self._constants = constants
         self._template: list[Any] = [constants.get(slot) for slot in range(slot_count)]
-        self._whole = self.program(self.outputs)
+        self.whole = self.program(self.outputs)
+        self.watch: Callable[[Body, Sequence[Any]], None] | None = None
 
     def constant(self, slot: int) -> Any:
         """The value of a slot that is known before anything runs; None for all others."""
@@ -112,13 +119,16 @@ class Body:
         return Program(
             instructions=tuple((step.compute, step.inputs, step.outputs, dead) for step, dead in chosen),
             labels=tuple(step.label for step, _ in chosen),
+            bodies=tuple(step.bodies for step, _ in chosen),
             results=results,
             needed=frozenset(live - {ABSENT}),
         )
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Run as a subgraph: inputs, then captured values; gives all outputs in order."""
-        return self.run(self._whole, arguments)
+        if self.watch is not None:
+            self.watch(self, arguments)
+        return self.run(self.whole, arguments)
 
     def run(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
         """Run `program` on values for `inputs` (None for those it does not need).

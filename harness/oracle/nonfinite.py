@@ -51,8 +51,9 @@ def first_non_finite(
     """The label of the first node that made results of `program` infinite or NaN; None if all are finite.
 
     That is, of the nodes with finite inputs from which infinities or NaN lead to the result without a gap,
-    the first to run; a node that made NaN of infinities which only fill a mask counts as such. Nodes of
-    subgraphs are not told apart from the node that runs them. For a fed value the label is `input NAME`.
+    the first to run; a node that made NaN of infinities which only fill a mask counts as such. In a
+    subgraph it is looked for in the first of its runs that gives anything of the kind. For a fed value the
+    label is `input NAME`. The graph runs once, and once more for each level of subgraphs.
 
     Args:
         body: of the graph.
@@ -60,7 +61,37 @@ def first_non_finite(
         arguments: values for the inputs of `body`.
         inputs: names of the inputs of `body`.
     """
-    seen = {slot: _look(value) for slot, value in zip(body.inputs, arguments, strict=False)}
+    source = _source(body, program, arguments)
+    if source is None:
+        return None
+    if source < 0:
+        return f"input {dict(zip(body.inputs, inputs, strict=False))[-1 - source]}"
+    return _label(body, program, arguments, source)
+
+
+def _label(body: Body, program: Program, arguments: Sequence[Any], source: int) -> str:
+    """The label of a step, or of the node of its subgraphs that is to blame."""
+    found: list[str] = []
+
+    def watch(inner: Body, given: Sequence[Any]) -> None:
+        within = None if found else _source(inner, inner.whole, given)
+        if within is not None and within >= 0:
+            found.append(_label(inner, inner.whole, given, within))
+
+    for inner in program.bodies[source]:
+        inner.watch = watch
+    try:
+        if program.bodies[source]:
+            body.run(program, arguments)
+    finally:
+        for inner in program.bodies[source]:
+            inner.watch = None
+    return found[0] if found else program.labels[source]
+
+
+def _source(body: Body, program: Program, arguments: Sequence[Any]) -> int | None:
+    """The step that is to blame, by position; -1 - slot for an input; None where results are finite."""
+    seen = {slot: _look(value) for slot, value in zip(body.inputs, arguments, strict=True)}
 
     def watched(compute: Callable[..., Any], outputs: tuple[int, ...]) -> Callable[..., Any]:
         def run(*values: Any) -> Any:
@@ -78,16 +109,11 @@ def first_non_finite(
     )
     body.run(replace(program, instructions=instructions), arguments)
     trail = _Trail(body, program, seen)
-    for wanted in ("nan", "infinite"):
-        ends = [slot for slot in program.results if getattr(trail.look(slot), wanted)]
+    for kind in ("nan", "infinite"):
+        ends = [slot for slot in program.results if getattr(trail.look(slot), kind)]
         if ends:
-            return _named(trail.source(ends), program, dict(zip(body.inputs, inputs, strict=False)))
+            return trail.source(ends)
     return None
-
-
-def _named(source: int, program: Program, inputs: dict[int, str]) -> str:
-    """The label of a step, or, of a slot as -1 - slot, the input's name."""
-    return program.labels[source] if source >= 0 else f"input {inputs.get(-1 - source, 'of constants')}"
 
 
 class _Trail:

@@ -99,6 +99,38 @@ def test_infinite_masks_are_values(tmp_path: Path) -> None:
     assert model.first_non_finite(feeds(), ["logits", "first_out"]) is None
 
 
+def test_a_node_inside_a_loop_is_named_itself(tmp_path: Path) -> None:
+    """A state that grows in a Scan until it overflows: the node of the body, under its path.
+
+    Before it, the same body works with an infinite constant that never gets into a result.
+    """
+    body = helper.make_graph(
+        [
+            node("Min", ["row", "infinity"], "kept"),
+            node("Mul", ["state", "kept"], "grown"),
+            node("Identity", ["grown"], "seen"),
+        ],
+        "body",
+        [helper.make_tensor_value_info(name, FLOAT, [2]) for name in ("state", "row")],
+        [helper.make_tensor_value_info(name, FLOAT, [2]) for name in ("grown", "seen")],
+    )
+    scan = helper.make_node(
+        "Scan", ["start", "x"], ["last", "all"], name="steps", body=body, num_scan_inputs=1
+    )
+    path = save_graph(
+        tmp_path / "model.onnx",
+        [scan, node("Softmax", ["last"], "logits")],
+        [helper.make_tensor_value_info("x", FLOAT, ["n", 2])],
+        [helper.make_tensor_value_info("logits", FLOAT, None)],
+        {"start": np.full(2, 2.0, np.float32), "infinity": np.float32(np.inf)},
+    )
+    model = OracleModel.load(path)
+    large = {"x": np.full((3, 2), 1e18, np.float32)}
+    assert model.first_non_finite(large, ["logits"]) == "Mul steps.body/grown"
+    assert model.first_non_finite({"x": np.full((3, 2), 10, np.float32)}, ["logits"]) is None
+    assert all(inner.watch is None for step in model._body.steps for inner in step.bodies)
+
+
 def test_a_result_is_judged_by_itself(tmp_path: Path) -> None:
     """What is asked for is finite, though another output of the graph would not be."""
     model = graph(tmp_path, [node("Sqrt", ["first_out"], "gap")], "gap")
