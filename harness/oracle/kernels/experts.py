@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.kernels.elementwise import gelu_tanh, sigmoid, silu
+from harness.oracle.kernels.quantised import unpacked
 from harness.oracle.kernels.reduction import softmax
 from harness.oracle.kernels.registry import CONTRIB, kernel
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
@@ -177,17 +178,10 @@ def _expert(
     q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, *, block: int, precision: Precision
 ) -> Tensor:
     """The matrix [out, in] of one expert; see `_qmoe`."""
-    codes = _codes(q, bits).astype(precision.dtype)
+    codes = unpacked(q, bits).astype(precision.dtype)
     blocks = codes.reshape(len(codes), -1, block or codes.shape[-1])
     zero: Any = 2 ** (bits - 1)
     if zeros is not None:
-        zero = _codes(zeros, bits)[..., : blocks.shape[1] if block else len(codes)]
+        zero = unpacked(zeros, bits)[..., : blocks.shape[1] if block else len(codes)]
         zero = zero.astype(precision.dtype).reshape(len(codes), -1, 1)
     return ((blocks - zero) * precision.widen(scales).reshape(len(codes), -1, 1)).reshape(codes.shape)
-
-
-def _codes(packed: Tensor, bits: int) -> Tensor:
-    """Codes of `bits` bits from the bytes of the last axis, lowest bits first."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    codes = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], -1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.oracle.kernels.quantised import unpacked
 from harness.oracle.kernels.registry import CONTRIB, kernel
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
@@ -28,12 +29,12 @@ def _gather_block_quantized(node: Node) -> Compute:
 
     def run(q: Tensor, indices: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
         axis, along = gather_axis % q.ndim, block_axis % q.ndim
-        packed = q.dtype == np.uint8 and bits < 8
+        width = bits if q.dtype == np.uint8 else 8  # other types hold a code an element
         extent = q.shape[axis]
         inside = (indices >= -extent) & (indices < extent)
         where = np.where(inside, indices, 0)
         # Looking up before unpacking reads no more of the table than is asked for.
-        codes = _unpacked(np.take(q, where, axis=axis), bits, packed).astype(precision.dtype)
+        codes = unpacked(np.take(q, where, axis=axis), width).astype(precision.dtype)
         shift = indices.ndim - 1 if along > axis else 0
         if along == axis:
             raise ValueError("gather_axis and quantize_axis are the same")
@@ -52,8 +53,8 @@ def _gather_block_quantized(node: Node) -> Compute:
 
         if zeros is not None:
             # A packed row of zero points may have a code more than there are blocks.
-            unpacked = _unpacked(zeros, bits, packed).take(range(scales.shape[-1]), axis=-1)
-            codes -= spread(unpacked.astype(precision.dtype))
+            points = unpacked(zeros, width).take(range(scales.shape[-1]), axis=-1)
+            codes -= spread(points.astype(precision.dtype))
         elif q.dtype == np.uint8:
             codes -= 2 ** (bits - 1)
         codes *= precision.widen(spread(scales))
@@ -61,11 +62,3 @@ def _gather_block_quantized(node: Node) -> Compute:
         return np.where(mask, codes, codes.dtype.type(0))
 
     return run
-
-
-def _unpacked(x: Tensor, bits: int, packed: bool) -> Tensor:
-    """Codes of `bits` bits from the bytes of the last axis, lowest bits first, where they are packed."""
-    if not packed:
-        return x
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return ((x[..., None] >> shifts) & np.uint8(2**bits - 1)).reshape(*x.shape[:-1], -1)
