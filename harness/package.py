@@ -18,7 +18,7 @@ from typing import Any
 from harness.errors import InputError
 from harness.ports import read_external_files
 
-__all__ = ["Package", "model_files", "model_sha256", "open_package"]
+__all__ = ["Package", "model_files", "model_sha256", "open_package", "write_sidecar"]
 
 _METADATA_NAMES = ("inference_metadata.yaml", "inference_metadata.yml")
 _HASH_CHUNK = 1 << 22
@@ -84,7 +84,12 @@ def open_package(path: Path) -> Package:
         InputError: there is no such path, no graph or more than one candidate graph in it, or a sidecar
             that cannot be parsed.
     """
-    if not path.exists():
+    if not (path.is_dir() or path.is_file()):
+        if path.exists():
+            raise InputError(
+                f"{path}: neither a directory nor a regular file.",
+                next_action="Give a model directory or an .onnx file.",
+            )
         raise InputError(
             f"{path}: no such file or directory.",
             next_action="Give a model directory, an .onnx file, or a built-in name such as demo.",
@@ -108,14 +113,21 @@ def model_files(model: Path) -> tuple[Path, ...]:
     folder = model.parent.resolve()
     files = [model]
     for location in sorted(set(read_external_files(model))):
-        target = (folder / location).resolve()
+        try:
+            target = (folder / location).resolve()
+            readable = target.is_file()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL character
+            raise InputError(
+                f"{model}: external data {location[:80]!r} cannot be the name of a file: {error}.",
+                next_action="Export the model again with its data beside the graph.",
+            ) from error
         if Path(location).is_absolute() or not target.is_relative_to(folder):
             raise InputError(
                 f"{model}: external data {location!r} points outside the package {folder}; "
                 "a package may only name files in its own folder.",
                 next_action="Export the model again with its data beside the graph.",
             )
-        if not target.is_file():
+        if not readable:
             raise InputError(
                 f"{model}: external data file {location!r} is missing from {folder}.",
                 next_action="Copy it beside the graph, or export the model again.",
@@ -164,18 +176,50 @@ def model_sha256(model: Path, *, cache: Path | None = None) -> str:
     return value
 
 
+def write_sidecar(folder: Path, name: str, document: Mapping[str, Any]) -> Path:
+    """Write a sidecar file called `name` into `folder`, as YAML or JSON by its suffix; returns its path.
+
+    The file appears at once or not at all, and none is ever overwritten.
+
+    Raises:
+        InputError: the folder has a sidecar of this kind already, or cannot be written to.
+    """
+    path = folder / name
+    kin = _METADATA_NAMES if name in _METADATA_NAMES else (name,)
+    taken = next((folder / n for n in kin if os.path.lexists(folder / n)), None)
+    if taken is not None:
+        raise InputError(
+            f"{taken} exists, and nothing is overwritten.",
+            next_action="Move it away and write again, or keep it: it declares the topology already.",
+        )
+    if path.suffix == ".json":
+        text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    else:
+        import yaml  # only packages that have a YAML sidecar pay for the import
+
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=1 << 16)
+    draft = folder / f".{name}.{os.getpid()}.tmp"
+    try:
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.link(draft, path)  # unlike a rename, this fails where the name is taken meanwhile
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {error.strerror or error}.",
+            next_action="Check the folder, its permissions and the disk.",
+        ) from error
+    return path
+
+
 def _choose_graph(folder: Path, genai_config: Mapping[str, Any] | None) -> Path:
     decoder = (genai_config or {}).get("model")
     decoder = decoder.get("decoder") if isinstance(decoder, Mapping) else None
     named = decoder.get("filename") if isinstance(decoder, Mapping) else None
-    if isinstance(named, str):
-        if not (folder / named).is_file():
-            raise InputError(
-                f"{folder / 'genai_config.json'}: model.decoder.filename names {named!r}, which is missing.",
-                next_action="Correct the file, or name the graph itself instead of its folder.",
-            )
-        return folder / named
-    graphs = sorted(folder.glob("*.onnx"))
+    if named is not None:
+        return _named_graph(folder, named)
+    graphs = sorted(graph for graph in folder.glob("*.onnx") if graph.is_file())
     if not graphs:
         raise InputError(
             f"{folder}: no graph in this directory; a package holds a *.onnx file.",
@@ -192,6 +236,24 @@ def _choose_graph(folder: Path, genai_config: Mapping[str, Any] | None) -> Path:
     )
 
 
+def _named_graph(folder: Path, named: object) -> Path:
+    """The graph that `genai_config.json` names; it must be in the package."""
+    why = "is not a file name"
+    if isinstance(named, str):
+        try:
+            graph = folder / named
+            inside = graph.resolve().is_relative_to(folder.resolve())
+            why = "is missing" if inside else "lies outside the package"
+            if inside and graph.is_file():
+                return graph
+        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a NUL character
+            why = "cannot be the name of a file"
+    raise InputError(
+        f"{folder / 'genai_config.json'}: model.decoder.filename is {str(named)[:80]!r}, which {why}.",
+        next_action="Correct the file, or name the graph itself instead of its folder.",
+    )
+
+
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -205,7 +267,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except Exception as error:  # besides YAMLError, a value of the wrong form raises whatever it likes
         raise _unreadable(path, "YAML", error) from error
     return _mapping(path, value)
 

@@ -7,17 +7,16 @@ error. A user's mistake is one clear message, never a traceback.
 from __future__ import annotations
 
 import importlib
-import os
-import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
-from harness.cli.output import INTERRUPTED, FailureDocument, print_json_line, report_error
+from harness.cli.output import InterruptionError, print_json_line, report_error
+from harness.cli.process import deferred_interrupts, guarded_streams
 from harness.errors import InputError, ParityError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "run"]
 
 _VERBS = {
     "check": "decode on a candidate engine and compare with the oracle, token by token",
@@ -37,7 +36,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _VERBS:
             return None
-        command = importlib.import_module(f"harness.cli.{cmd_name}").command
+        with deferred_interrupts():
+            command = importlib.import_module(f"harness.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 
@@ -54,43 +54,75 @@ def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version)
-def app() -> None:
+@click.pass_context
+def app(ctx: click.Context) -> None:
     """Does a backend decode an ONNX language model to the very same tokens as a trustworthy oracle?
 
     Exit status: 0 all well, 1 a finding, 2 bad usage or input, 3 refused topology, 4 the engine failed,
     5 the engine is not available here, 6 the run proves nothing, 130 interrupted.
     """
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit with its status."""
-    sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(ParityError.exit_code)
 
 
 def run(arguments: list[str]) -> int:
     """Run the command on `arguments` and return its exit status."""
+    with guarded_streams() as out:
+        status = _run(arguments)
+        out.flush()
+        if out.broken:
+            # A reader that went away has seen what it wanted. A full disk has lost the result.
+            report_error(
+                InputError(
+                    f"Standard output cannot be written: {out.failure}.",
+                    next_action="Send it elsewhere, or make room.",
+                )
+            )
+            return ParityError.exit_code
+        return status
+
+
+def _run(arguments: list[str]) -> int:
     try:
         status = app.main(args=arguments, prog_name="onnx-parity", standalone_mode=False)
-        sys.stdout.flush()
     except click.UsageError as error:
-        return _usage_error(error, arguments)
+        verb = _verb(arguments)
+        help_call = f"onnx-parity {verb} --help" if verb else "onnx-parity --help"
+        return _fail(InputError(error.format_message(), next_action=f"See `{help_call}`."), arguments)
     except (click.Abort, KeyboardInterrupt):
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): not an error, and nothing more can be said.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _fail(InterruptionError(), arguments)
     return status if isinstance(status, int) else 0
 
 
-def _usage_error(error: click.UsageError, arguments: list[str]) -> int:
-    verb = next((a for a in arguments if a in _VERBS), None)
-    help_call = f"onnx-parity {verb} --help" if verb else "onnx-parity --help"
-    failure = InputError(error.format_message(), next_action=f"See `{help_call}`.")
+def _verb(arguments: list[str]) -> str | None:
+    return next((a for a in arguments if a in _VERBS), None)
+
+
+def _fail(failure: ParityError, arguments: list[str]) -> int:
+    """Report what kept a verb from starting, also as its document where one was asked for."""
     report_error(failure)
-    if verb is not None and "--json" in arguments:
-        document: FailureDocument = importlib.import_module(f"harness.cli.{verb}").failure_document
-        print_json_line(document(failure))
-    return ParityError.exit_code
+    if "--json" in arguments:
+        verb = _verb(arguments)
+        if verb is None:
+            print_json_line(_document(failure))
+        else:
+            with deferred_interrupts():
+                module = importlib.import_module(f"harness.cli.{verb}")
+            print_json_line(module.failure_document(failure))
+    return failure.exit_code
+
+
+def _document(failure: ParityError) -> Mapping[str, Any]:
+    """The document of a command line that names no verb."""
+    return {
+        "schema": "onnx-parity/error/1",
+        "exit_code": failure.exit_code,
+        "error": {"message": failure.message, "next": failure.next_action},
+    }

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.output import json_option, print_json_line, reporting
+from harness.cli.output import json_option, print_json_line, report_error, reporting
+from harness.cli.process import deferred_interrupts
 from harness.cli.source import find_package
 from harness.errors import EngineUnavailableError, InputError, NotDrivableError, ParityError
 from harness.events import CheckFinished, Event
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from harness.models.builtin import BuiltinPackage
     from harness.package import Package
     from harness.parity.check import CheckPlan, Prompt
+    from harness.parity.reference import OracleMode
     from harness.topology.spec import Refusal
 
 __all__ = ["command", "failure_document"]
 
 _DEFAULT_PROMPT = "The capital of France is"
 _DEFAULT_NEW_TOKENS = 16
+_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 
 
 class _RefusedError(ParityError):
@@ -56,6 +59,15 @@ class _Request:
     ignore_declared: bool
     candidate: EngineSpec | None
     oracle: EngineSpec
+    oracle_mode: OracleMode
+
+
+class _EndError(ParityError):
+    """What ended a check, for the line on standard error."""
+
+    def __init__(self, end: CheckFinished) -> None:
+        error = end.error or {}
+        super().__init__(error.get("message", ""), next_action=error.get("next", ""))
 
 
 def failure_document(error: ParityError) -> Mapping[str, Any]:
@@ -87,6 +99,12 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
 @click.option(
     "--oracle", "oracle_name", metavar="ENGINE", default="oracle", show_default=True, help="Trusted engine."
 )
+@click.option(
+    "--oracle-mode",
+    type=click.Choice(["one-pass", "stepwise"]),
+    help="One forward pass over prompt and tokens, or a run for each token. [default: one-pass where the "
+    "oracle can measure its own rounding]",
+)
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A text to continue. Repeatable.")
 @click.option(
     "--prompt-ids", "id_lists", multiple=True, metavar="1,2,3", help="Token IDs to continue. Repeatable."
@@ -105,6 +123,7 @@ def command(
     package: str,
     candidate: str | None,
     oracle_name: str,
+    oracle_mode: OracleMode | None,
     texts: tuple[str, ...],
     id_lists: tuple[str, ...],
     max_new_tokens: int | None,
@@ -118,14 +137,19 @@ def command(
     PACKAGE is a model directory, an .onnx file (taken for itself, without sidecars), or a built-in name:
     demo, smollm2, smollm2-int4. Built-in packages bring their own prompts and length.
     """
-    from rich.console import Console
+    with deferred_interrupts():
+        from rich.console import Console
 
-    from harness.engines.registry import parse_engine
-    from harness.parity.check import run_check
-    from harness.report.console import ProgressReporter, render_report
-    from harness.report.document import ParityDocument
-    from harness.report.writer import ReportWriter
+        import harness.oracle  # noqa: F401 (numpy and onnx with it, where Ctrl-C cannot break them)
+        from harness.engines.registry import parse_engine
+        from harness.parity.check import run_check
+        from harness.parity.reference import Reference
+        from harness.report.console import ProgressReporter, render_report
+        from harness.report.document import ParityDocument
+        from harness.report.writer import ReportWriter
 
+    if report_dir is not None and not report_dir.name:
+        raise InputError("--report-dir is empty.", next_action="Name a folder, or leave the option out.")
     say = Console(stderr=True)
     # Names and options first: a misspelt engine is found before a package is written or read.
     candidate_spec = parse_engine(candidate) if candidate is not None else None
@@ -143,10 +167,12 @@ def command(
             ignore_declared=ignore_declared,
             candidate=candidate_spec,
             oracle=oracle_spec,
+            oracle_mode=Reference.check_mode(oracle_spec, oracle_mode),
         )
     )
     document = ParityDocument()
-    writer = ReportWriter(report_dir or _default_report_dir(package), document)
+    folder = report_dir or _default_report_dir(package)
+    writer = ReportWriter(folder, document, fresh=report_dir is None)
     progress = ProgressReporter(say)
 
     def emit(event: Event) -> None:
@@ -157,11 +183,14 @@ def command(
         end = run_check(plan, emit)
     finally:
         progress.close()
+    if end.error is not None:
+        report_error(_EndError(end))
     if as_json:
         print_json_line(document.mapping())
-    else:
+    elif writer.path is not None:
         Console().print(render_report(document.mapping(), token_text=_token_text(found)))
-    say.print(f"report: {writer.path}", style="dim", markup=False, highlight=False, soft_wrap=True)
+    if writer.path is not None:
+        say.print(f"report: {writer.path}", style="dim", markup=False, highlight=False, soft_wrap=True)
     return end.exit_code
 
 
@@ -169,9 +198,10 @@ def _usable(spec: EngineSpec | None) -> EngineSpec:
     """The engine asked for if it can be used here; the default candidate where none was asked for."""
     from harness.engines.registry import EngineSpec, default_candidate
 
-    if spec is None:
-        return EngineSpec(default_candidate(), {})
-    state = spec.engine.availability()
+    with deferred_interrupts():  # looking whether an engine is there imports its runtime
+        if spec is None:
+            return EngineSpec(default_candidate(), {})
+        state = spec.engine.availability()
     if not state.usable:
         raise EngineUnavailableError(
             f"{spec.name} is not usable here: {state.reason}",
@@ -200,6 +230,13 @@ def _plan(request: _Request) -> CheckPlan:
     prompts = _prompts(request, vocabulary_size(inventory, derivation.topology))
     stop_ids = _stop_ids(package) if request.stop_on_eos else ()
     plan_feeds(derivation.topology, inventory)  # raises what cannot be fed, before anything is opened
+    candidate, oracle = _usable(request.candidate), _usable(request.oracle)
+    if (candidate.name, dict(candidate.options)) == (oracle.name, dict(oracle.options)):
+        raise InputError(
+            f"Candidate and oracle are both {candidate.name} with the same options: they would agree "
+            "whatever they compute.",
+            next_action="Name another engine with --candidate or --oracle.",
+        )
     return CheckPlan(
         package=request.name,
         model=package.model,
@@ -207,8 +244,9 @@ def _plan(request: _Request) -> CheckPlan:
         model_sha256=sha256,
         topology=derivation.topology,
         topology_outcome=derivation.outcome.value,
-        candidate=_usable(request.candidate),
-        oracle=_usable(request.oracle),
+        candidate=candidate,
+        oracle=oracle,
+        oracle_mode=request.oracle_mode,
         prompts=prompts,
         max_new_tokens=request.max_new_tokens or (builtin.max_new_tokens if builtin else _DEFAULT_NEW_TOKENS),
         stop_ids=stop_ids,
@@ -250,13 +288,14 @@ def _prompts(request: _Request, vocabulary: int | None) -> tuple[Prompt, ...]:
 
 
 def _parse_ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if text.strip())
-    except ValueError:
-        raise InputError(
-            f"--prompt-ids {text!r}: token IDs are whole numbers, separated by commas.",
-            next_action="Write --prompt-ids 1,2,3.",
-        ) from None
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    for part in parts:
+        if not _TOKEN_ID.fullmatch(part):
+            raise InputError(
+                f"--prompt-ids: {part[:40]!r} is no token ID: they are whole numbers, separated by commas.",
+                next_action="Write --prompt-ids 1,2,3.",
+            )
+    return tuple(map(int, parts))
 
 
 def _token_text(package: Package) -> Callable[[int], str] | None:
@@ -268,11 +307,6 @@ def _token_text(package: Package) -> Callable[[int], str] | None:
 
 
 def _default_report_dir(package: str) -> Path:
-    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(package).resolve().name).strip("-.") or "package"
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(package).absolute().name[:80]).strip("-.") or "package"
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    folder = Path("reports") / f"{stamp}-{label}"
-    for n in range(2, 1000):
-        if not folder.exists():
-            break
-        folder = Path("reports") / f"{stamp}-{label}-{n}"
-    return folder
+    return Path("reports") / f"{stamp}-{label}"

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
-from harness.cli.output import json_option, print_json_line, report_error, reporting
-from harness.cli.source import read_source
-from harness.errors import ParityError
+from harness.cli.output import json_option, print_json_line, report_error, reporting, unreadable
+from harness.cli.source import Source, read_source
+from harness.errors import InputError, ParityError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from harness.topology.spec import Topology
 
 __all__ = ["command", "failure_document"]
 
 
 def failure_document(error: ParityError) -> Mapping[str, Any]:
-    """The document of a derivation whose sources could not even be named."""
-    return _unreadable(None, error)
+    """The document of a run that was misused or interrupted: it has no outcome."""
+    return _document_of_failure(None, None, error)
 
 
 @click.command("derive")
@@ -40,9 +43,17 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
     help="How past and present shapes must agree; symbolic takes an unknown axis as unknown.",
 )
 @click.option("--ignore-declared", is_flag=True, help="Derive the topology whatever the sidecars say.")
+@click.option(
+    "--write",
+    "form",
+    type=click.Choice(["inference-metadata", "genai-config"]),
+    help="Write the topology as a sidecar into the package's folder; no file is ever overwritten.",
+)
 @json_option
 @reporting(failure_document)
-def command(sources: tuple[str, ...], gate: str, match: str, ignore_declared: bool, as_json: bool) -> int:
+def command(
+    sources: tuple[str, ...], gate: str, match: str, ignore_declared: bool, form: str | None, as_json: bool
+) -> int:
     """Derive the topology of each SOURCE: a package, an .onnx graph, or a port inventory (.json).
 
     With --json, one JSON document a line, in order, also for a source that could not be read.
@@ -58,20 +69,24 @@ def command(sources: tuple[str, ...], gate: str, match: str, ignore_declared: bo
     }
     codes = []
     for name in sources:
+        outcome: str | None = "unreadable"
         try:
-            source = read_source(name)
+            source = _read(name)
             if source.package is not None:
                 derivation = resolve_package(source.package, source.inventory, **options)
             else:
                 derivation = resolve(source.inventory, declared=source.declared, **options)
+            outcome = None  # read, and yet there may be no way to write it
+            if form is not None and derivation.topology is not None:
+                _write(name, source, derivation.topology, form)
         except ParityError as error:
             codes.append(error.exit_code)
             report_error(error)
             if as_json:
-                print_json_line(_unreadable(name, error))
+                print_json_line(_document_of_failure(name, outcome, error))
             continue
         document = derivation_document(name, derivation)
-        codes.append(0 if derivation.topology is not None else 3)
+        codes.append(document["exit_code"])
         if as_json:
             print_json_line(document)
         else:
@@ -79,13 +94,67 @@ def command(sources: tuple[str, ...], gate: str, match: str, ignore_declared: bo
     return first_exit_code(codes)
 
 
-def _unreadable(source: str | None, error: ParityError) -> dict[str, Any]:
+def _read(name: str) -> Source:
+    """Read one source; what the file system cannot even look up is as unreadable as a broken file."""
+    try:
+        return read_source(name)
+    except OSError as error:
+        raise unreadable(error) from error
+    except ValueError as error:
+        raise InputError(
+            f"{name!r:.60} is no name that a file can have: {error}.", next_action="Correct the name."
+        ) from error
+
+
+def _write(name: str, source: Source, topology: Topology, form: str) -> None:
+    """Write `topology` beside the graph, and make sure that the folder now says just that.
+
+    Raises:
+        InputError: the source is no folder or graph of the user's, the format cannot say the topology, a
+            sidecar stands there already, or the folder would be read otherwise; nothing is left behind.
+    """
+    from harness.package import open_package, write_sidecar
+    from harness.topology.resolve import resolve_package
+    from harness.topology.writing import FILE_NAMES, Format, differing, sidecar_of
+
+    package, kind = source.package, cast("Format", form)
+    if package is None or not Path(name).exists():
+        raise InputError(
+            f"{name}: a sidecar is written beside a graph, and this is no folder or .onnx file of yours.",
+            next_action="Give a model directory or an .onnx file.",
+        )
+    document = sidecar_of(source.inventory, topology, kind)
+    if kind == "genai-config":
+        document["model"]["decoder"]["filename"] = package.model.name
+    path = write_sidecar(package.folder, FILE_NAMES[kind], document)
+    try:
+        written = open_package(package.folder)
+        if written.model.name != package.model.name:
+            raise InputError(
+                f"{package.folder}: {path.name} cannot say that it is about {package.model.name}, since the "
+                f"folder is read as {written.model.name}.",
+                next_action="Write genai-config, which names its graph, or move the graph to its own folder.",
+            )
+        unsaid = differing(topology, resolve_package(written, source.inventory))
+        if unsaid:
+            raise InputError(
+                f"{package.folder}: with {path.name} beside what is declared there already, "
+                f"{', '.join(unsaid[:4])} would be read otherwise.",
+                next_action="Move the other sidecar away, and write again.",
+            )
+    except BaseException:
+        path.unlink()
+        raise
+    click.echo(f"onnx-parity: wrote {path}", err=True)
+
+
+def _document_of_failure(source: str | None, outcome: str | None, error: ParityError) -> dict[str, Any]:
     from harness.topology.sidecar import DERIVATION_SCHEMA
 
     return {
         "schema": DERIVATION_SCHEMA,
         "source": source,
-        "outcome": "unreadable",
+        "outcome": outcome,
         "io": None,
         "ports": [],
         "refusal": None,

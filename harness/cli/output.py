@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeAlias
 
 import click
 
-from harness.errors import ParityError
+from harness.errors import InputError, ParityError
 
-__all__ = ["INTERRUPTED", "FailureDocument", "json_option", "print_json_line", "report_error", "reporting"]
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+__all__ = [
+    "FailureDocument",
+    "InterruptionError",
+    "json_option",
+    "print_json_line",
+    "report_error",
+    "reporting",
+    "unreadable",
+]
 
 FailureDocument: TypeAlias = Callable[[ParityError], Mapping[str, Any]]
 """The JSON document of a verb that could not do its work."""
@@ -25,20 +31,40 @@ json_option = click.option(
 )
 
 
-def print_json_line(document: Mapping[str, Any]) -> None:
-    """Write one document to standard output, one line."""
-    from harness.report.writer import to_json_line
+class InterruptionError(ParityError):
+    """The user pressed Ctrl-C before there was anything to report."""
 
-    click.echo(to_json_line(document))
+    exit_code = 130  # 128 + SIGINT, as shells have it
+
+    def __init__(self) -> None:
+        super().__init__("Interrupted before any result.", next_action="Run it again.")
+
+
+def print_json_line(document: Mapping[str, Any]) -> None:
+    """Write one document to standard output: one line, in ASCII, so that every terminal can carry it.
+
+    Raises:
+        ValueError: the document holds NaN or infinity, which JSON has not.
+    """
+    click.echo(json.dumps(document, ensure_ascii=True, allow_nan=False))
 
 
 def report_error(error: ParityError) -> None:
     """Say on standard error, in one line, what is wrong and what to do about it."""
-    click.echo(f"onnx-parity: {' '.join(str(error).split())}", err=True)
+    text = " ".join(str(error).split())
+    click.echo(f"onnx-parity: {''.join(c if c.isprintable() else repr(c)[1:-1] for c in text)}", err=True)
+
+
+def unreadable(error: OSError) -> InputError:
+    """What the file system refuses: names the file and the reason."""
+    where = f"{error.filename}: " if error.filename else ""
+    return InputError(
+        f"{where}{error.strerror or error}.", next_action="Check the path, its permissions and the disk."
+    )
 
 
 def reporting(document: FailureDocument) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Make a verb report our errors and an interruption instead of raising them.
+    """Make a verb report our errors, those of the file system, and an interruption, instead of raising.
 
     The wrapped function takes `as_json`; it returns the exit status.
     """
@@ -46,12 +72,15 @@ def reporting(document: FailureDocument) -> Callable[[Callable[P, int]], Callabl
     def decorate(verb: Callable[P, int]) -> Callable[P, int]:
         @functools.wraps(verb)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> int:
+            failure: ParityError
             try:
                 return verb(*args, **kwargs)
             except ParityError as error:
                 failure = error
+            except OSError as error:
+                failure = unreadable(error)
             except KeyboardInterrupt:
-                failure = _InterruptedError("Interrupted before any result.", next_action="Run it again.")
+                failure = InterruptionError()
             report_error(failure)
             if kwargs.get("as_json"):
                 print_json_line(document(failure))
@@ -60,7 +89,3 @@ def reporting(document: FailureDocument) -> Callable[[Callable[P, int]], Callabl
         return wrapped
 
     return decorate
-
-
-class _InterruptedError(ParityError):
-    exit_code = INTERRUPTED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -29,10 +28,10 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
 
 
 @click.command("ports")
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source")
 @json_option
 @reporting(failure_document)
-def command(source: Path, as_json: bool) -> int:
+def command(source: str, as_json: bool) -> int:
     """List the ports of SOURCE: a package, an .onnx graph, or a port inventory (.json)."""
     from rich.console import Console
     from rich.table import Table
@@ -40,12 +39,12 @@ def command(source: Path, as_json: bool) -> int:
 
     from harness.cli.source import read_source
 
-    inventory = read_source(str(source)).inventory
+    inventory = read_source(source).inventory
     if as_json:
         ports = {"inputs": [_plain(p) for p in inventory.inputs]}
         ports["outputs"] = [_plain(p) for p in inventory.outputs]
         print_json_line(
-            {"schema": _SCHEMA, "source": str(source), "ports": ports, "exit_code": 0, "error": None}
+            {"schema": _SCHEMA, "source": source, "ports": ports, "exit_code": 0, "error": None}
         )
         return 0
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")

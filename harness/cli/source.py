@@ -41,8 +41,10 @@ def find_package(name: str) -> tuple[Package, BuiltinPackage | None]:
     Raises:
         InputError: neither a path nor a built-in name, or the package cannot be read or written.
     """
+    if not name:
+        raise InputError("The package has an empty name.", next_action="Name a model directory.")
     path = Path(name)
-    if path.exists():
+    if _exists(path):
         return open_package(path), None
     builtin = builtin_package(name)
     if builtin is not None:
@@ -62,7 +64,7 @@ def read_source(name: str) -> Source:
         InputError: it cannot be read.
     """
     path = Path(name)
-    if path.is_file() and path.suffix == ".json":
+    if path.suffix == ".json" and _exists(path) and path.is_file():
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -74,3 +76,11 @@ def read_source(name: str) -> Source:
         return Source(inventory, declared=declared)
     package, _ = find_package(name)
     return Source(read_ports(package.model), package=package)
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a path; False for a name that no file can have."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, a loop of links; a NUL character
+        return False

@@ -23,7 +23,20 @@ def encode_prompt(package_folder: Path, text: str) -> tuple[int, ...]:
     """
     if not text:
         raise InputError("The prompt is empty.", next_action="Give at least one character.")
-    ids = tuple(int(i) for i in _tokenizer(package_folder).encode(text).ids)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"The prompt is not valid UTF-8: {error.reason}.", next_action="Give it in UTF-8."
+        ) from error
+    tokenizer = _tokenizer(package_folder)
+    try:
+        ids = tuple(int(i) for i in tokenizer.encode(text).ids)
+    except Exception as error:  # the library raises plain Exception for every kind of broken tokenizer
+        raise InputError(
+            f"{package_folder / 'tokenizer.json'} cannot encode {text!r:.60}: {error}.",
+            next_action="Copy the model's tokenizer.json again, or give token IDs with --prompt-ids.",
+        ) from error
     if not ids:
         raise InputError(
             f"The prompt {text!r:.60} encodes to no token at all.", next_action="Give another text."
@@ -88,7 +101,11 @@ def _load_tokenizer(path: Path, changed: int) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        # Settings for training in batches: a prompt is fed as it is, neither filled up nor cut.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
     except Exception as error:  # the library raises plain Exception for every kind of broken file
         raise InputError(
             f"{path} cannot be read as a tokenizer: {error}",

@@ -13,20 +13,23 @@ __all__ = ["Choice", "Count", "complete"]
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A whole number of at least zero."""
+    """A whole number from zero to `maximum`."""
 
     help: str
     default: int
+    maximum: int = 1024
 
     @property
     def expected(self) -> str:
         """What it may be, in words."""
-        return "a whole number, at least 0"
+        return f"a whole number from 0 to {self.maximum}"
 
     def read(self, value: OptionValue) -> OptionValue | None:
         """The number that `value` is or spells; None where it is none."""
         text = str(value)
-        return int(text) if text.isascii() and text.isdigit() else None
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            return None
+        return int(text) if int(text) <= self.maximum else None
 
 
 @dataclass(frozen=True, slots=True)

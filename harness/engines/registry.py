@@ -144,6 +144,7 @@ def default_candidate() -> Engine:
     """
     engines = {engine.name: engine for engine in installed_engines()}
     reasons = []
+    fix = "Install onnx-parity again, or name another engine with --candidate."
     for name in _CANDIDATES:
         if name not in engines:
             reasons.append(f"{name}: not installed.")
@@ -152,7 +153,9 @@ def default_candidate() -> Engine:
         if found.usable:
             return engines[name]
         reasons.append(f"{name}: {found.reason}")
+        if name == "ort-cpu" and found.next_action:
+            fix = found.next_action
     raise EngineUnavailableError(
         "No candidate engine is usable here. " + " ".join(reasons),
-        next_action="Run `pip install onnxruntime`, or name another engine with --candidate.",
+        next_action=fix,
     )

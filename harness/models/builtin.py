@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from harness.errors import InputError
+from harness.package import model_sha256
 
 __all__ = ["CACHE_VARIABLE", "BuiltinPackage", "BuiltinPrompt", "cache_dir", "write_once"]
+
+_ABANDONED_S = 24 * 3600
 
 CACHE_VARIABLE = "ONNX_PARITY_CACHE_DIR"
 """Environment variable that names the cache folder instead of the platform's usual place."""
@@ -45,6 +50,7 @@ def write_once(folder: Path, write: Callable[[Path], object]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
         raise InputError(
@@ -70,6 +76,14 @@ def write_once(folder: Path, write: Callable[[Path], object]) -> Path:
     return folder
 
 
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what writers left behind that were killed: staging folders of more than a day."""
+    for staging in folder.parent.glob(f".{folder.name}.*"):
+        with contextlib.suppress(OSError):
+            if time.time() - staging.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(staging, ignore_errors=True)
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltinPackage:
     """A package that comes with the command, written on the fly.
@@ -79,7 +93,7 @@ class BuiltinPackage:
         description: one line for people.
         prompts: what it is decoded on unless the user says otherwise.
         max_new_tokens: how many tokens each prompt is continued by unless the user says otherwise.
-        content_version: part of the folder name; another content has another version.
+        content_version: start of the SHA-256 of the graph with its data, and part of the folder name.
         write: puts the package into an empty folder, the same bytes each time.
     """
 
@@ -97,4 +111,20 @@ class BuiltinPackage:
             InputError: the cache cannot be written to, or `write` lacks something (it says what).
         """
         folder = cache_dir() / "packages" / f"{self.name}-{self.content_version}"
+        if folder.is_dir() and not self._is_whole(folder):
+            # Damaged since it was written: nothing in it is the user's, so it is written anew.
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                raise InputError(
+                    f"{folder} is damaged and cannot be removed: {error.strerror or error}.",
+                    next_action=f"Remove it, or set {CACHE_VARIABLE} to another folder.",
+                ) from error
         return write_once(folder, self.write)
+
+    def _is_whole(self, folder: Path) -> bool:
+        """Whether the graph and its data have the bytes that they were written with (see `model_sha256`)."""
+        try:
+            return model_sha256(folder / "model.onnx", cache=cache_dir()).startswith(self.content_version)
+        except InputError:
+            return False

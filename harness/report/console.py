@@ -75,7 +75,7 @@ class ProgressReporter:
                 if not self._live:
                     self._say(
                         f"prompt {event.index + 1}/{self._prompts}: {event.verdict}, "
-                        f"{len(event.candidate_ids)} tokens, candidate {event.candidate_seconds:.1f} s, "
+                        f"{_tokens(len(event.candidate_ids))}, candidate {event.candidate_seconds:.1f} s, "
                         f"oracle {event.oracle_seconds:.1f} s"
                     )
             case CheckFinished():
@@ -111,11 +111,13 @@ def render_report(document: Mapping[str, Any], *, token_text: TokenText | None =
     if failure is not None:
         where = "" if failure["step"] is None else f" at step {failure['step']}"
         parts += [Text(), Text(f"The candidate {failure['kind']}{where}: {failure['message']}")]
-    if document["error"] is not None:
-        parts += [Text(), Text(f"{document['error']['message']} {document['error']['next']}")]
     if document["verdict"] is not None:
         parts += [Text(), Text(f"verdict: {document['verdict']}", style=_style(document["verdict"]))]
     return Group(*parts)
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def _head(document: Mapping[str, Any]) -> Table:
@@ -155,13 +157,13 @@ def _table(document: Mapping[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("#", justify="right")
     table.add_column("prompt", max_width=36, no_wrap=True, overflow="ellipsis")
-    table.add_column("verdict")
+    table.add_column("verdict", no_wrap=True, min_width=len("state-divergent"))
     table.add_column("tokens", justify="right")
     table.add_column("parts at", justify="right")
     table.add_column("margin", justify="right")
     for number, prompt in enumerate(document["prompts"], 1):
         text = prompt["text"]
-        shown = " ".join(map(str, prompt["prompt_ids"])) if text is None else text.replace("\n", "\\n")
+        shown = " ".join(map(str, prompt["prompt_ids"])) if text is None else _visible(text)
         found = prompt["first_divergence"]
         margin = prompt["min_margin"] if found is None else found["oracle_margin"]
         table.add_row(
@@ -173,6 +175,11 @@ def _table(document: Mapping[str, Any]) -> Table:
             "-" if margin is None else f"{margin:.4f}",
         )
     return table
+
+
+def _visible(text: str) -> str:
+    """Text on one line, with characters that a terminal would obey spelled out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _divergence(number: int, prompt: Mapping[str, Any], token_text: TokenText | None) -> Group:

@@ -13,16 +13,7 @@ from harness.errors import InputError
 from harness.events import CheckFinished, CheckStarted, Event, PromptJudged
 from harness.report.document import ParityDocument
 
-__all__ = ["ReportWriter", "to_json_line", "write_json_atomically"]
-
-
-def to_json_line(document: Mapping[str, Any]) -> str:
-    """One line of JSON without NaN or infinity.
-
-    Raises:
-        ValueError: the document holds a number that JSON cannot carry.
-    """
-    return json.dumps(document, ensure_ascii=False, allow_nan=False)
+__all__ = ["ReportWriter", "write_json_atomically"]
 
 
 def write_json_atomically(path: Path, document: Mapping[str, Any]) -> None:
@@ -32,6 +23,8 @@ def write_json_atomically(path: Path, document: Mapping[str, Any]) -> None:
         OSError: the folder cannot be written.
     """
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    if not _is_unicode(text):  # file names may hold bytes that are no text; JSON escapes those
+        text = json.dumps(document, ensure_ascii=True, allow_nan=False, indent=1) + "\n"
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -51,10 +44,18 @@ class ReportWriter:
     The folder is made when the check starts decoding, not before.
     """
 
-    def __init__(self, folder: Path, document: ParityDocument) -> None:
-        """`document` must receive each event before this sink does."""
+    def __init__(self, folder: Path, document: ParityDocument, *, fresh: bool = False) -> None:
+        """Write into `folder`.
+
+        Args:
+            folder: where `parity.json` goes; made with its parents.
+            document: must receive each event before this sink does.
+            fresh: take a folder that nobody else has: where `folder` exists, one with a number behind
+                its name.
+        """
         self._folder = folder
         self._document = document
+        self._fresh = fresh
         self._begun = False
 
     @property
@@ -68,10 +69,13 @@ class ReportWriter:
         Raises:
             InputError: the report folder cannot be made or written.
         """
-        if isinstance(event, CheckStarted):
-            self._begun = True
-        if self._begun and isinstance(event, CheckStarted | PromptJudged | CheckFinished):
+        if not (isinstance(event, CheckStarted) or self._begun):
+            return
+        if isinstance(event, CheckStarted | PromptJudged | CheckFinished):
             try:
+                if not self._begun and self._fresh:
+                    self._folder = _new_folder(self._folder)
+                self._begun = True
                 self._folder.mkdir(parents=True, exist_ok=True)
                 write_json_atomically(self._folder / "parity.json", self._document.mapping())
             except OSError as error:
@@ -79,3 +83,28 @@ class ReportWriter:
                     f"{self._folder}: the report cannot be written: {error.strerror or error}.",
                     next_action="Choose another folder with --report-dir.",
                 ) from error
+
+
+def _new_folder(wanted: Path) -> Path:
+    """Make `wanted`, or the first of `wanted-2`, `wanted-3`, ... that is not there.
+
+    Of several processes each gets a folder of its own.
+    """
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    folder, number = wanted, 1
+    while True:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
+        else:
+            return folder
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

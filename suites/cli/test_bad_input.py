@@ -113,6 +113,65 @@ def text_file(folder: Path) -> None:
     (folder / "model.onnx").write_text("this is no model", encoding="utf-8")
 
 
+def odd_yaml(folder: Path) -> None:
+    """A value that PyYAML's own constructor chokes on."""
+    (folder / "inference_metadata.yaml").write_text("model: !!bool maybe", encoding="utf-8")
+
+
+def graph_named_outside(folder: Path) -> None:
+    """A configuration that names a graph beside the package."""
+    TinyDecoder().save(folder.parent / "other.onnx")
+    config = {"model": {"decoder": {"filename": "../other.onnx"}}}
+    (folder / "genai_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def graph_name_too_long(folder: Path) -> None:
+    """A configuration whose file name no file system takes."""
+    config = {"model": {"decoder": {"filename": "x" * 300}}}
+    (folder / "genai_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def graph_name_is_a_number(folder: Path) -> None:
+    """A configuration whose file name is no name."""
+    (folder / "genai_config.json").write_text('{"model": {"decoder": {"filename": 3}}}', encoding="utf-8")
+
+
+def weights_name_too_long(folder: Path) -> None:
+    """External data under a name that no file system takes."""
+    externalise(folder, "x" * 300)
+
+
+def weights_name_with_nul(folder: Path) -> None:
+    """External data under a name that no path can hold."""
+    externalise(folder, "a\0b")
+
+
+def weights_in_a_loop(folder: Path) -> None:
+    """External data behind a link to itself."""
+    externalise(folder, "loop.bin")
+    (folder / "loop.bin").symlink_to("loop.bin")
+
+
+def weights_too_short(folder: Path) -> None:
+    """External data that ends before the weights do."""
+    externalise(folder, "weights.bin")
+    (folder / "weights.bin").write_bytes(b"x")
+
+
+def tokenizer_that_cannot_encode(folder: Path) -> None:
+    """A tokenizer that loads, and knows no word and no unknown token."""
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}), encoding="utf-8")
+
+
+def open_vocabulary(folder: Path) -> None:
+    """A graph that does not say how many tokens there are."""
+    model = onnx.load(folder / "model.onnx")
+    (logits,) = (port for port in model.graph.output if port.name == "logits")
+    logits.type.tensor_type.shape.dim[-1].dim_param = "vocab"
+    onnx.save(model, folder / "model.onnx")
+
+
 def as_it_is(folder: Path) -> None:
     """A package with nothing wrong in it."""
 
@@ -143,6 +202,23 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "option that does not exist": (as_it_is, [*IDS, "--bogus"], "--bogus"),
     "broken YAML": (broken_yaml, IDS, "inference_metadata.yaml"),
     "YAML that is no mapping": (yaml_that_is_no_mapping, IDS, "inference_metadata.yaml"),
+    "odd YAML": (odd_yaml, IDS, "inference_metadata.yaml"),
+    "graph named outside the package": (graph_named_outside, IDS, "outside the package"),
+    "graph under a name too long": (graph_name_too_long, IDS, "genai_config.json"),
+    "graph under a number": (graph_name_is_a_number, IDS, "genai_config.json"),
+    "external data under a name too long": (weights_name_too_long, IDS, "xxx"),
+    "external data under a name with NUL": (weights_name_with_nul, IDS, "external data"),
+    "external data in a loop of links": (weights_in_a_loop, IDS, "loop.bin"),
+    "external data too short": (weights_too_short, IDS, "weights.bin"),
+    "prompt that is no UTF-8": (tokenizer_that_cannot_encode, ["--prompt", "\udcff"], "UTF-8"),
+    "tokenizer that cannot encode": (tokenizer_that_cannot_encode, ["--prompt", "b"], "tokenizer.json"),
+    "ID beyond a vocabulary found late": (open_vocabulary, ["--prompt-ids", "11"], "Token ID 11"),
+    "ID with an underscore": (as_it_is, ["--prompt-ids", "1_0"], "whole numbers"),
+    "ID in other digits": (as_it_is, ["--prompt-ids", "\u0663"], "whole numbers"),
+    "ID of many digits": (as_it_is, ["--prompt-ids", "9" * 5000], "whole numbers"),
+    "too many threads": (as_it_is, [*IDS, "--candidate", "ort-cpu:threads=999999"], "threads"),
+    "an engine against itself": (as_it_is, [*IDS, "--candidate", "oracle"], "same options"),
+    "empty report folder": (as_it_is, [*IDS, "--report-dir", ""], "--report-dir"),
     "broken JSON": (broken_genai_config, IDS, "genai_config.json"),
 }
 
@@ -170,6 +246,17 @@ def test_bad_input_is_one_clear_line_and_exit_2(
     assert (document["verdict"], document["exit_code"]) == (None, 2)
     assert named in document["error"]["message"] + document["error"]["next"]
     assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "x" * 300, "a\0b", "/dev/null"])
+def test_a_package_that_can_be_none_is_one_clear_line(
+    package: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No name, a name that no file can have, a device: all are bad input, in `check` and `ports` alike."""
+    for verb in ("check", "ports"):
+        assert run([verb, name]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("onnx-parity: ")
 
 
 def test_a_missing_directory_names_the_built_in_packages(
@@ -210,3 +297,22 @@ def test_a_verb_that_does_not_exist_is_exit_2(capsys: pytest.CaptureFixture[str]
     """No verb is half there: what is not built does not exist."""
     assert run(["localise", "x.json"]) == 2
     assert "localise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--json", "chek"], ["--json"], ["record", "x", "--json"]])
+def test_a_command_line_without_a_verb_has_a_document_too(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is wrong, --json gets one line that says so."""
+    assert run(arguments) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["exit_code"] == 2
+
+
+def test_the_bare_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is meant to be read, with every verb."""
+    assert run([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) > 10
+    assert "check" in err

@@ -78,7 +78,7 @@ def test_options_are_read_as_the_engine_declares_them(install) -> None:
     assert dict(parse_engine("one:mode=slow").options) == {"mode": "slow"}
 
 
-@pytest.mark.parametrize("value", ["-1", "1.5", "many", "true", "\u0663"])
+@pytest.mark.parametrize("value", ["-1", "1.5", "many", "true", "\u0663", "1025", "9" * 40])
 def test_a_value_that_an_option_cannot_take_is_bad_input(install, value: str) -> None:
     """Said when the engine is named, before any package is read: the option, the rule, an example."""
     install(one=FakeEngine("one"))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier, Thread
 
 import pytest
 
 import harness
+from fixtures.decoders import TinyDecoder
 from harness.errors import InputError
 from harness.models import BUILTIN_NAMES, builtin_package
 from harness.models.builtin import CACHE_VARIABLE, BuiltinPackage, cache_dir, write_once
+from harness.package import model_sha256
+
+FIRST, SECOND = TinyDecoder(seed=1), TinyDecoder(seed=2)
 
 
 def test_each_name_gives_its_own_package() -> None:
@@ -67,35 +74,72 @@ def test_demo_reads_no_file_beside_its_code(tmp_path: Path) -> None:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltinPackage:
     """A package of one file, with its cache in a folder of the test."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return _package("1", lambda folder: (folder / "model.onnx").write_text("first"))
+    return _package(FIRST)
 
 
-def _package(version: str, write: object) -> BuiltinPackage:
-    assert callable(write)
+def _package(decoder: TinyDecoder, write: Callable[[Path], object] | None = None) -> BuiltinPackage:
+    """A package of one graph; `write` does something else than it should."""
+    with tempfile.TemporaryDirectory() as folder:
+        version = model_sha256(decoder.save(Path(folder) / "model.onnx"))[:12]
     return BuiltinPackage(
         name="tiny",
         description="One file.",
         prompts=((1, 2),),
         max_new_tokens=1,
         content_version=version,
-        write=write,
+        write=write or (lambda folder: decoder.save(folder / "model.onnx")),
     )
 
 
 def test_it_is_written_once(package: BuiltinPackage) -> None:
     """The second call finds the first one's folder and writes nothing."""
     folder = package.materialise()
-    (folder / "model.onnx").write_text("kept")
+    (folder / "mark").write_text("kept")
     assert package.materialise() == folder
-    assert (folder / "model.onnx").read_text() == "kept"
+    assert (folder / "mark").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda model: model.unlink(),
+        lambda model: model.write_bytes(model.read_bytes()[:-9]),
+        lambda model: model.write_bytes(b""),
+        lambda model: model.write_bytes(model.read_bytes()[::-1]),
+        lambda model: SECOND.save(model),
+    ],
+    ids=["deleted", "truncated", "emptied", "garbled", "replaced"],
+)
+def test_a_damaged_package_is_written_anew(package: BuiltinPackage, damage: Callable[[Path], object]) -> None:
+    """What is decoded under a built-in name is what that name means, whatever happened to the cache."""
+    model = package.materialise() / "model.onnx"
+    whole = model.read_bytes()
+    damage(model)
+    assert package.materialise() / "model.onnx" == model
+    assert model.read_bytes() == whole
+
+
+def test_what_killed_writers_left_behind_is_removed_in_time(package: BuiltinPackage) -> None:
+    """A staging folder of today may be in use; one of more than a day is not."""
+    packages = cache_dir() / "packages"
+    old, new = (
+        packages / f".tiny-{package.content_version}.old",
+        packages / f".tiny-{package.content_version}.new",
+    )
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    package.materialise()
+    assert not old.exists()
+    assert new.exists()
 
 
 def test_another_content_has_another_folder(package: BuiltinPackage) -> None:
     """A newer release with other content does not use what an older one left in the cache."""
     older = package.materialise()
-    newer = _package("2", lambda folder: (folder / "model.onnx").write_text("second")).materialise()
-    assert (older / "model.onnx").read_text() == "first"
-    assert (newer / "model.onnx").read_text() == "second"
+    newer = _package(SECOND).materialise()
+    assert older != newer
+    assert (older / "model.onnx").read_bytes() != (newer / "model.onnx").read_bytes()
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), ValueError("broken")])
@@ -107,9 +151,9 @@ def test_an_interrupted_write_leaves_nothing(package: BuiltinPackage, stop: Base
         raise stop
 
     with pytest.raises(type(stop)):
-        _package("1", write).materialise()
+        _package(FIRST, write).materialise()
     assert list((cache_dir() / "packages").iterdir()) == []
-    assert (package.materialise() / "model.onnx").read_text() == "first"
+    assert (package.materialise() / "model.onnx").read_text(errors="replace") != "half"
 
 
 def test_writers_at_the_same_time_share_one_result(tmp_path: Path) -> None:
@@ -151,8 +195,8 @@ def test_a_full_disk_is_the_users_to_know(package: BuiltinPackage) -> None:
     def write(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(InputError, match="tiny-1 failed: No space left on device"):
-        _package("1", write).materialise()
+    with pytest.raises(InputError, match="tiny-[0-9a-f]+ failed: No space left on device"):
+        _package(FIRST, write).materialise()
 
 
 def test_an_empty_variable_means_the_usual_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

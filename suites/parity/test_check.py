@@ -189,7 +189,7 @@ def test_an_oracle_that_gives_nan_makes_the_run_invalid(model: Path) -> None:
 
 
 def test_an_oracle_that_fails_makes_the_run_invalid(model: Path) -> None:
-    """At opening (it lacks an operator) or on the way: nothing is verified, and the candidate is not blamed."""
+    """At opening (it lacks an operator) or on the way: nothing is verified, no candidate is blamed."""
 
     def crash(run: int) -> None:
         raise EngineFailedError("boom", next_action="-", kind="crashed")

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from fixtures.streams import crashed_stream, divergent_stream
-from harness.events import Event
+from harness.events import Event, PromptStarted
 from harness.report.console import ProgressReporter, render_report
 from harness.report.document import ParityDocument
 
@@ -29,9 +29,9 @@ topology   derived: 32 KV inputs, 96 state pairs
 candidate  ort-cpu 1.31.1, threads=2, opt=all, 5 nodes on CPUExecutionProvider
 oracle     oracle 0.1.0, precision=float32, stepwise
 
-#  prompt         verdict    tokens  parts at  margin
-1  Hello,\\nworld  identical     2/2         -  0.5000
-2  9              divergent     3/3         1  0.0125
+#  prompt         verdict          tokens  parts at  margin
+1  Hello,\\nworld  identical           2/2         -  0.5000
+2  9              divergent           3/3         1  0.0125
 
 prompt 2 parts at generated token 1:
   after     '<1>'
@@ -59,13 +59,22 @@ def test_a_crash_names_its_step_and_message() -> None:
 
 def test_markup_in_a_prompt_is_shown_as_it_is() -> None:
     """Square brackets in prompts or messages are text, not formatting."""
-    events = divergent_stream()
-    assert "[bold]x[/bold]" in rendered(
-        [
-            e if not (hasattr(e, "text") and e.text) else type(e)(e.index, "[bold]x[/bold]", (5,), 2)  # type: ignore[call-arg]
-            for e in events
-        ]
-    )
+    events = [
+        PromptStarted(0, "[bold]x[/bold]", (5,), 2) if isinstance(e, PromptStarted) and e.index == 0 else e
+        for e in divergent_stream()
+    ]
+    assert "[bold]x[/bold]" in rendered(events)
+
+
+def test_what_a_terminal_would_obey_is_spelled_out() -> None:
+    """A prompt cannot colour or move anything."""
+    events = [
+        PromptStarted(0, "a\x1b[31mred\x07", (5,), 2) if isinstance(e, PromptStarted) and e.index == 0 else e
+        for e in divergent_stream()
+    ]
+    text = rendered(events)
+    assert "\x1b" not in text
+    assert "a\\x1b[31mred\\x07" in text
 
 
 def test_progress_on_a_plain_stream_is_one_line_for_each_thing_that_happens() -> None:

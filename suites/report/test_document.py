@@ -15,7 +15,7 @@ from fixtures.streams import crashed_stream, divergent_stream
 from harness.errors import InputError
 from harness.events import CheckFinished, Event, PromptJudged
 from harness.report.document import ParityDocument, token_sha256
-from harness.report.writer import ReportWriter, to_json_line, write_json_atomically
+from harness.report.writer import ReportWriter, write_json_atomically
 
 SCHEMA = json.loads(
     (Path(__file__).parents[2] / "reports/schemas/parity-1.schema.json").read_text(encoding="utf-8")
@@ -28,7 +28,7 @@ def document_of(events: list[Event]) -> dict[str, Any]:
     document = ParityDocument()
     for event in events:
         document(event)
-    parsed: dict[str, Any] = json.loads(to_json_line(document.mapping()))
+    parsed: dict[str, Any] = json.loads(json.dumps(document.mapping(), allow_nan=False))
     jsonschema.validate(parsed, SCHEMA)
     return parsed
 
@@ -122,6 +122,27 @@ def test_the_folder_is_made_when_decoding_begins_and_holds_every_judged_prompt(t
         jsonschema.validate(written, SCHEMA)
         assert len(written["prompts"]) == judged
     assert written["verdict"] == "divergent"
+
+
+def test_two_fresh_reports_never_share_a_folder(tmp_path: Path) -> None:
+    """Checks that begin in the same second each get a folder of their own; one that is named is reused."""
+    paths = set()
+    for fresh in (True, True, True, False):
+        document = ParityDocument()
+        writer = ReportWriter(tmp_path / "now-tiny", document, fresh=fresh)
+        for event in divergent_stream():
+            document(event)
+            writer(event)
+        assert writer.path is not None
+        paths.add(writer.path.parent.name)
+    assert paths == {"now-tiny", "now-tiny-2", "now-tiny-3"}
+
+
+def test_a_file_name_that_is_no_text_can_be_reported(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 reach Python as surrogates, and the report escaped."""
+    path = tmp_path / "parity.json"
+    write_json_atomically(path, {"path": "model-\udcff", "text": "é"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"path": "model-\udcff", "text": "é"}
 
 
 def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path: Path) -> None:

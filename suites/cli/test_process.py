@@ -1,0 +1,142 @@
+"""The process around the command: streams that break, and Ctrl-C at the worst moments."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from harness.cli.process import OutputStream, deferred_interrupts
+
+COMMAND = [sys.executable, "-c", "from harness.cli import main; main()"]
+PORTS = {"ports": {"inputs": [{"name": "x", "dtype": None, "shape": None}], "outputs": []}}
+posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX shells and signals")
+
+
+class Failing(io.StringIO):
+    """A stream that fails on every write."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+    def write(self, text: str) -> int:
+        """Fail."""
+        raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize(("code", "lost"), [(errno.EPIPE, False), (errno.ENOSPC, True)])
+def test_a_failing_stream_is_remembered_and_written_no_more(code: int, lost: bool) -> None:
+    """A reader that went away has what it wanted; on a full disk something was lost."""
+    stream = OutputStream(Failing(code))
+    assert stream.write("one") == 3
+    assert stream.write("two") == 3
+    stream.flush()
+    assert stream.failure is not None
+    assert stream.broken is lost
+
+
+def test_a_closed_stream_swallows_all() -> None:
+    """Python has None for a stream that was closed before it started."""
+    stream = OutputStream(None)
+    stream.write("text")
+    stream.flush()
+    assert not stream.isatty()
+    assert not stream.broken
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Path:
+    """A port inventory that is refused: exit 3."""
+    path = tmp_path / "ports.json"
+    path.write_text(json.dumps(PORTS), encoding="utf-8")
+    return path
+
+
+@posix
+@pytest.mark.parametrize(
+    ("redirection", "status"),
+    [("", 3), ("| true", 3), (">&-", 3), ("2>&-", 3), ("2>/dev/full", 3), (">/dev/full", 2)],
+)
+def test_broken_streams_never_change_what_was_found(refused: Path, redirection: str, status: int) -> None:
+    """The verb's own exit status wins, except where its result was lost; there is never a traceback."""
+    if "/dev/full" in redirection and not Path("/dev/full").exists():
+        pytest.skip("needs the device /dev/full")
+    script = f'"$@" derive --json "{refused}" {redirection}; exit ${{PIPESTATUS[0]}}'
+    run = subprocess.run(
+        ["bash", "-c", script, "bash", *COMMAND], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == status, run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@posix
+def test_ctrl_c_waits_for_the_end_of_an_import() -> None:
+    """Held back in the block, raised at its end; a second one is not held back; then all is as before."""
+    reached: list[int] = []
+
+    def press(times: int) -> None:
+        with deferred_interrupts():
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+            reached.append(times)
+
+    with pytest.raises(KeyboardInterrupt):
+        press(1)
+    with pytest.raises(KeyboardInterrupt):
+        press(2)
+    assert reached == [1]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_off_the_main_thread_interrupts_are_left_alone() -> None:
+    """Signals arrive in the main thread only, so there is nothing to hold back elsewhere."""
+    ran = []
+
+    def work() -> None:
+        with deferred_interrupts():
+            ran.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert ran == [True]
+
+
+@posix
+@pytest.mark.parametrize("module", ["click", "harness.cli.check", "numpy", "onnx", "harness.parity.check"])
+def test_ctrl_c_while_a_module_is_imported_is_an_interruption(tmp_path: Path, module: str) -> None:
+    """Exit 130 and one JSON document at every stage of start-up; never a traceback, never a finding.
+
+    The signal is raised exactly when Python looks for the module.
+    """
+    code = (
+        "import signal, sys\n"
+        "class Press:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r} and self in sys.meta_path:\n"
+        "            sys.meta_path.remove(self)\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Press())\n"
+        "sys.argv = ['onnx-parity', 'check', 'demo', '--max-new-tokens', '1', '--json']\n"
+        "from harness.cli import main\n"
+        "main()"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 130, run.stderr
+    assert "Traceback" not in run.stderr
+    if module != "click":  # before that nothing has read the command line
+        (line,) = run.stdout.splitlines()
+        assert json.loads(line)["interrupted"] is True
+    assert list(tmp_path.iterdir()) == []
