@@ -195,7 +195,7 @@ def test_a_full_disk_is_the_users_to_know(package: BuiltinPackage) -> None:
     def write(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(InputError, match="tiny-[0-9a-f]+ failed: No space left on device"):
+    with pytest.raises(InputError, match=r"tiny-[0-9a-f]+ failed: No space left on device"):
         _package(FIRST, write).materialise()
 
 
