@@ -1,0 +1,219 @@
+"""The oracle's side: one pass says what stepping says, and close calls are decided or said to be open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from fixtures.decoders import TinyDecoder
+from harness.decode.loop import forced_decode, greedy_decode, one_pass_decode
+from harness.decode.trace import Trace
+from harness.engines.base import SessionInfo, TopLogits
+from harness.engines.registry import parse_engine
+from harness.errors import InputError
+from harness.parity.compare import compare_tokens
+from harness.parity.reference import OracleMode, Reference, spread_between
+from harness.parity.verdict import Verdict
+from harness.topology.spec import Topology
+
+DECODER = TinyDecoder(layers="rar", seed=5)
+TOKENS = st.integers(0, DECODER.vocab - 1)
+PAST, PRESENT = "past_key_values.0.recurrent_state", "present.0.recurrent_state"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid decoder."""
+    return DECODER.save(tmp_path_factory.mktemp("reference") / "model.onnx")
+
+
+@pytest.fixture(scope="module")
+def references(model: Path) -> dict[str, Reference]:
+    """One reference in each mode, used for many prompts as a check does."""
+    modes: tuple[OracleMode, ...] = ("one-pass", "stepwise")
+    return {mode: reference(model, DECODER.topology, mode) for mode in modes}
+
+
+def reference(
+    model: Path, topology: Topology, mode: OracleMode = "one-pass", spec: str = "oracle"
+) -> Reference:
+    """A reference as a check makes it."""
+    return Reference(parse_engine(spec), model, topology, mode=mode, top_k=5)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompt=st.lists(TOKENS, min_size=1, max_size=12), follow=st.lists(TOKENS, min_size=1, max_size=12))
+def test_one_pass_and_steps_give_the_same_verdict(
+    references: dict[str, Reference], prompt: list[int], follow: list[int]
+) -> None:
+    """Whatever the candidate did, right or wrong, where and how often: verdict, IDs and position agree."""
+    top = TopLogits((0, 1), (1.0, 0.0))
+    info = SessionInfo("candidate", "0")
+    candidate = Trace(tuple(prompt), tuple(follow), (top,) * len(follow), 0.0, info)
+    found = {}
+    for mode, side in references.items():
+        verified = side.verify(prompt, follow)
+        assert verified.mode == mode
+        found[mode] = compare_tokens(
+            candidate, verified.trace, bands=verified.bands, undecided=verified.undecided
+        )
+    one, steps = found["one-pass"], found["stepwise"]
+    assert one.verdict == steps.verdict
+    assert one.oracle_forced_ids == steps.oracle_forced_ids
+    assert one.oracle_ids == steps.oracle_ids
+    assert (one.first_divergence is None) == (steps.first_divergence is None)
+
+
+@pytest.mark.parametrize("prompt", [(1, 2, 3), (4,)])
+def test_both_are_the_float64_reference_that_knows_no_cache(
+    references: dict[str, Reference], prompt: tuple[int, ...]
+) -> None:
+    """At every position, also along tokens that nobody would choose."""
+    follow = (3, 9, 0, 2)
+    expected = [int(DECODER.logits(prompt + follow[:i])[-1].argmax()) for i in range(len(follow))]
+    for side in references.values():
+        assert [step.argmax for step in side.verify(prompt, follow).trace.steps] == expected
+
+
+def test_the_band_is_small_and_covers_what_was_measured(references: dict[str, Reference]) -> None:
+    """On a decoder in fp32 the band is far below any real margin, and is not zero."""
+    bands = references["one-pass"].verify((1, 2, 3), (3, 9)).bands
+    assert 0 < max(bands) < 1e-3
+
+
+def test_a_graph_that_gives_the_last_logits_alone_is_stepped(tmp_path: Path) -> None:
+    """The mode in the report is what happened, not what was asked for."""
+    decoder = TinyDecoder(layers="ar", last_only=True, seed=3)
+    side = reference(decoder.save(tmp_path / "model.onnx"), decoder.topology)
+    verified = side.verify((1, 2), decoder.greedy((1, 2), 4))
+    assert verified.mode == side.mode == "stepwise"
+    assert [step.argmax for step in verified.trace.steps] == list(decoder.greedy((1, 2), 4))
+
+
+def tie_decoder(folder: Path, gap: float) -> tuple[Path, Topology]:
+    """A decoder of 4 tokens that always has token 2 first and token 3 behind it by `gap`, in float64.
+
+    Logits are one state's running sum of ones (so that there is a cache) times zero, plus a constant row
+    that only the precision of the addition can tell apart: 1, 1, 1 + gap, 1.
+    """
+    row = np.array([0.0, 0.0, 1.0, 1.0], np.float32)
+    bias = np.array([0.0, 0.0, gap, 0.0], np.float32)
+    nodes = [
+        helper.make_node("Gather", ["embedding", "input_ids"], ["x"]),
+        helper.make_node("Add", ["x", "row"], ["coarse"]),
+        helper.make_node("Add", ["coarse", "bias"], ["logits"]),
+        helper.make_node("ReduceSum", ["x", "axes"], ["total"], keepdims=0),
+        helper.make_node(
+            "Add", ["past_key_values.0.recurrent_state", "total"], ["present.0.recurrent_state"]
+        ),
+    ]
+    weights = {
+        "embedding": np.zeros((4, 4), np.float32),
+        "row": row,
+        "bias": bias,
+        "axes": np.array([1], np.int64),
+    }
+    state = ["batch", 4]
+    graph = helper.make_graph(
+        nodes,
+        "tie",
+        [
+            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"]),
+            helper.make_tensor_value_info(PAST, TensorProto.FLOAT, state),
+        ],
+        [
+            helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "new", 4]),
+            helper.make_tensor_value_info(PRESENT, TensorProto.FLOAT, state),
+        ],
+        initializer=[numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    path = folder / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    topology = Topology(
+        token_input="input_ids",
+        logits_output="logits",
+        state_pairs=TinyDecoder(layers="r").topology.state_pairs,
+    )
+    return path, topology
+
+
+def test_what_float32_cannot_separate_float64_decides(tmp_path: Path) -> None:
+    """1 + 1e-9 is 1 in float32: an exact tie there, which token 2 (the lowest) has; float64 confirms it.
+
+    With the gap on the other side, -1e-9, float32 still says token 2 and float64 says token 3.
+    """
+    for gap, expected in ((1e-9, 2), (-1e-9, 3)):
+        model, topology = tie_decoder(tmp_path, gap)
+        verified = reference(model, topology).verify((0,), (2, 2))
+        assert [step.argmax for step in verified.trace.steps] == [expected, expected]
+        assert verified.undecided == ()
+
+
+def test_an_exact_tie_goes_to_the_lowest_id_and_is_decided(tmp_path: Path) -> None:
+    """A margin of zero in float64 is no doubt: every engine must take the lowest ID."""
+    model, topology = tie_decoder(tmp_path, 0.0)
+    verified = reference(model, topology).verify((0,), (3, 2))
+    assert [step.argmax for step in verified.trace.steps] == [2, 2]
+    assert verified.undecided == ()
+
+
+def comparison(token: int, values: tuple[float, ...], *, band: float, undecided: bool) -> Verdict:
+    """The verdict on one position where the oracle has these logits for tokens 0, 1, 2, ..."""
+    info = SessionInfo("x", "0")
+    oracle = TopLogits(tuple(range(len(values))), values)
+    candidate = Trace((0,), (token,), (TopLogits((token,), (1.0,)),), 0.0, info)
+    traced = replace(candidate, steps=(oracle,))
+    return compare_tokens(candidate, traced, bands=(band,), undecided=(0,) if undecided else ()).verdict
+
+
+def test_differing_only_where_the_oracle_is_undecided_is_inconclusive() -> None:
+    """The tied token is inconclusive, the oracle's own identical, and a third token is wrong all the same."""
+    values = (1.0, 1.0 - 1e-14, 0.5)
+    assert comparison(0, values, band=1e-12, undecided=True) is Verdict.IDENTICAL
+    assert comparison(1, values, band=1e-12, undecided=True) is Verdict.INCONCLUSIVE
+    assert comparison(2, values, band=1e-12, undecided=True) is Verdict.DIVERGENT
+    assert comparison(7, values, band=1e-12, undecided=True) is Verdict.DIVERGENT
+    assert comparison(1, values, band=0.0, undecided=False) is Verdict.DIVERGENT
+
+
+def test_a_decided_difference_outweighs_an_undecided_one_before_it() -> None:
+    """The report points at the position that proves the divergence."""
+    info = SessionInfo("x", "0")
+    close, clear = TopLogits((0, 1), (1.0, 1.0 - 1e-14)), TopLogits((5, 6), (3.0, 1.0))
+    candidate = Trace((0,), (1, 6), (TopLogits((1,), (1.0,)), TopLogits((6,), (1.0,))), 0.0, info)
+    found = compare_tokens(
+        candidate, replace(candidate, steps=(close, clear)), bands=(1e-12, 1e-12), undecided=(0,)
+    )
+    assert found.verdict is Verdict.DIVERGENT
+    assert found.first_divergence is not None
+    assert found.first_divergence.index == 1
+    assert found.first_divergence.noise_band == 1e-12
+    assert found.oracle_ids == (1, 5)
+
+
+def test_an_oracle_without_a_second_precision_is_stepped(model: Path) -> None:
+    """ONNX Runtime as an oracle measures no band; asking it for one pass is refused by name."""
+    spec = parse_engine("ort-cpu")
+    assert Reference.check_mode(spec, None) == "stepwise"
+    with pytest.raises(InputError, match="ort-cpu has no option precision"):
+        Reference.check_mode(spec, "one-pass")
+    verified = reference(model, DECODER.topology, "stepwise", "ort-cpu").verify((1,), (2, 3))
+    assert verified.bands == (0.0, 0.0)
+
+
+def test_one_pass_asks_for_the_logits_alone(model: Path) -> None:
+    """The trace of a single call has the tokens, positions and values of the stepped one."""
+    session = parse_engine("oracle:precision=float64").open(model)
+    own = greedy_decode(session, DECODER.topology, (1, 2, 3), max_new_tokens=6)
+    whole = one_pass_decode(session, DECODER.topology, (1, 2, 3), own.token_ids)
+    steps = forced_decode(session, DECODER.topology, (1, 2, 3), own.token_ids)
+    assert whole is not None
+    assert [s.token_ids for s in whole.steps] == [s.token_ids for s in steps.steps]
+    assert spread_between(whole, steps) < 1e-12
