@@ -197,7 +197,8 @@ def write_sidecar(folder: Path, name: str, document: Mapping[str, Any]) -> Path:
     else:
         import yaml  # only packages that have a YAML sidecar pay for the import
 
-        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=1 << 16)
+        # ASCII only: unescaped, some characters (U+0085) would be read back as ends of lines.
+        text = yaml.safe_dump(document, sort_keys=False, width=1 << 16)
     draft = folder / f".{name}.{os.getpid()}.tmp"
     try:
         try:

@@ -50,6 +50,9 @@ def place_declared(
     for binding in bindings:
         placement.findings += check_binding(binding, match=match, batch=None, sequence=None)
         placement.place_binding(binding)
+    for name, direction in io.auxiliary:
+        if _find(placement, name, direction) is not None:
+            placement.place(name, direction, Role.AUXILIARY, _BECAUSE)
     for name in io.optional_inputs:
         if _find(placement, name, "input") is not None:
             placement.place(name, "input", Role.OPTIONAL, _BECAUSE)

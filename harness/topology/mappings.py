@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from harness.errors import InputError
 
-__all__ = ["integer", "mapping", "misfit", "optional_string", "section", "string", "strings"]
+__all__ = [
+    "integer",
+    "known_keys",
+    "mapping",
+    "misfit",
+    "optional_string",
+    "section",
+    "string",
+    "strings",
+]
+
+_PRIVATE = "x-"
 
 
 def misfit(place: str, wanted: str, value: object) -> InputError:
@@ -27,6 +39,25 @@ def mapping(value: object, place: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise misfit(place, "a mapping", value)
     return value
+
+
+def known_keys(parent: Mapping[str, Any], known: Collection[str], place: str) -> None:
+    """Check that `parent` has no keys but those in `known`, and private ones, which begin with `x-`.
+
+    A misspelt key would otherwise declare nothing, and nobody would notice.
+
+    Raises:
+        InputError: a key is unknown; the message names it, and the one that may be meant.
+    """
+    for key in parent:
+        if isinstance(key, str) and (key in known or key.startswith(_PRIVATE)):
+            continue
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(sorted(known))}."
+        raise InputError(
+            f"{place} has the key {key!r:.60}, which means nothing there. {hint}",
+            next_action=f"Correct the key; one that is meant for another tool begins with {_PRIVATE}.",
+        )
 
 
 def section(parent: Mapping[str, Any], key: str, place: str) -> Mapping[str, Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from harness.topology.mappings import mapping, misfit, section, string, strings
+from harness.topology.mappings import known_keys, mapping, misfit, optional_string, section, string, strings
 from harness.topology.spec import Derivation, Role, StatePair, Topology
 from harness.topology.workflow import io_of_workflow
 
@@ -35,9 +35,26 @@ _SINGLE_FIELDS = {
     "encoder_hidden_states_input": Role.ENCODER_HIDDEN_STATES,
     "logits_output": Role.LOGITS,
 }
+_AUXILIARY_FIELDS: Mapping[str, Literal["input", "output"]] = {
+    "audio_features_input": "input",
+    "hidden_output": "output",
+}
+"""Ports that the published block names and a decode has no use for."""
+_MANNERS = ("aliasing", "kv_layout", "kv_ownership", "kv_update", "sequence_source")
+"""Keys of the published block that name no port: they say how a runtime may go about it."""
 _LIST_FIELDS = ("kv_inputs", "kv_outputs", "cross_kv_inputs", "cross_kv_outputs")
 STATIC_CACHE_PORTS = ("write_indices_input", "kv_sequence_length_input")
 STATIC_CACHE_LISTS = ("key_cache_inputs", "value_cache_inputs", "key_cache_outputs", "value_cache_outputs")
+_PAIR_FIELDS = ("input", "output", "init", "update")
+_KNOWN_FIELDS = (
+    *_SINGLE_FIELDS,
+    *_LIST_FIELDS,
+    *_AUXILIARY_FIELDS,
+    *_MANNERS,
+    "state_pairs",
+    "optional_inputs",
+    "static_cache",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +70,7 @@ class DeclaredIo:
         cross_kv_outputs: their present side, in the same order; None where nothing is declared.
         optional_inputs: inputs that may be left at zeros.
         static_cache: the fields of a cache of fixed size, as far as they are declared; None without one.
+        auxiliary: ports that are declared as something that a decode has no use for, with their direction.
     """
 
     single: Mapping[Role, str]
@@ -63,6 +81,7 @@ class DeclaredIo:
     cross_kv_outputs: tuple[str, ...] | None = None
     optional_inputs: tuple[str, ...] = ()
     static_cache: Mapping[str, str | tuple[str, ...]] | None = None
+    auxiliary: tuple[tuple[str, Literal["input", "output"]], ...] = ()
 
 
 def declared_io_of(
@@ -87,11 +106,14 @@ def declared_io_of(
 
 
 def read_io_block(block: Mapping[str, Any]) -> DeclaredIo:
-    """Read an `io` block. Fields that are absent, null or empty declare nothing; unknown ones are left alone.
+    """Read an `io` block. Fields that are absent, null or empty declare nothing.
+
+    Keys are those of the published block, and private ones, which begin with `x-` and are left alone.
 
     Raises:
-        InputError: a field has the wrong type.
+        InputError: a field has the wrong type, or a key is none of these.
     """
+    known_keys(block, _KNOWN_FIELDS, "io")
     single = {
         role: string(block[key], f"io.{key}")
         for key, role in _SINGLE_FIELDS.items()
@@ -108,6 +130,11 @@ def read_io_block(block: Mapping[str, Any]) -> DeclaredIo:
         cross_kv_outputs=lists.get("cross_kv_outputs"),
         optional_inputs=_optional_inputs(given.get("optional_inputs", ())),
         static_cache=_static_cache(given["static_cache"]) if "static_cache" in given else None,
+        auxiliary=tuple(
+            (name, direction)
+            for key, direction in _AUXILIARY_FIELDS.items()
+            if (name := optional_string(block, key, f"io.{key}")) is not None
+        ),
     )
 
 
@@ -166,6 +193,7 @@ def derivation_document(source: str, derivation: Derivation) -> dict[str, Any]:
             "ports": list(refusal.ports),
         },
         "error": None,
+        "exit_code": 3 if topology is None else 0,
     }
 
 
@@ -176,6 +204,7 @@ def _state_pairs(value: object) -> tuple[StatePair, ...]:
     for index, item in enumerate(value):
         place = f"io.state_pairs[{index}]"
         pair = mapping(item, place)
+        known_keys(pair, _PAIR_FIELDS, place)
         for key, only in (("init", "zeros"), ("update", "replace")):
             if pair.get(key, only) != only:
                 raise misfit(f"{place}.{key}", only, pair[key])
@@ -202,6 +231,7 @@ def _optional_inputs(value: object) -> tuple[str, ...]:
 
 def _static_cache(value: object) -> Mapping[str, str | tuple[str, ...]]:
     declared = mapping(value, "io.static_cache")
+    known_keys(declared, (*STATIC_CACHE_PORTS, *STATIC_CACHE_LISTS), "io.static_cache")
     fields: dict[str, str | tuple[str, ...]] = {}
     for key in STATIC_CACHE_PORTS:
         if declared.get(key) is not None:

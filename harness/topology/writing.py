@@ -13,14 +13,15 @@ from harness.topology.resolve import resolve
 from harness.topology.sidecar import io_block
 from harness.topology.spec import Derivation, PortRole, Role, Topology
 
-__all__ = ["sidecar_of"]
+__all__ = ["FILE_NAMES", "Format", "differing", "sidecar_of"]
 
 Format = Literal["inference-metadata", "genai-config"]
 
-_FILE_NAMES: Mapping[Format, str] = {
+FILE_NAMES: Mapping[Format, str] = {
     "inference-metadata": "inference_metadata.yaml",
     "genai-config": "genai_config.json",
 }
+"""What a sidecar of each format is called."""
 _UNSPEAKABLE = frozenset({Role.AUXILIARY, Role.ENCODER_ATTENTION_MASK})
 
 
@@ -35,14 +36,14 @@ def sidecar_of(inventory: PortInventory, topology: Topology, form: Format) -> di
     if form == "genai-config":
         document = genai_config_of(topology)
         again = resolve(inventory, genai_config=document)
-        unsaid = _differing(topology, again)
+        unsaid = differing(topology, again)
     else:
         document = {"model": {"io": _published_block(inventory, topology)}}
         again = resolve(inventory, declared=document["model"]["io"])
-        unsaid = _differing(topology, again) or _inputs_without_field(topology)
+        unsaid = differing(topology, again) or _inputs_without_field(topology)
     if unsaid:
         raise InputError(
-            f"{_FILE_NAMES[form]} has no way to say what {listed(unsaid)} are.",
+            f"{FILE_NAMES[form]} has no way to say what {listed(unsaid)} are.",
             next_action="Write the other format, or none: the package derives without a sidecar.",
         )
     return document
@@ -65,8 +66,8 @@ def _signature(topology: Topology) -> dict[tuple[str, str], tuple[Role, str | No
     return {(port.direction, port.name): (port.role, port.pair) for port in topology.roles}
 
 
-def _differing(topology: Topology, again: Derivation) -> list[str]:
-    """Ports that come out otherwise when the sidecar is read back."""
+def differing(topology: Topology, again: Derivation) -> list[str]:
+    """Names of ports that `again` places otherwise than `topology` does; empty where they agree."""
     wanted = _signature(topology)
     if again.topology is None:
         return (

@@ -1,59 +1,24 @@
-"""What packages declare: read, trusted over names, checked against the graph, and written back."""
+"""What packages declare: read, trusted over names, and checked against the graph."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import jsonschema
 import pytest
 
 from fixtures.layouts import (
-    WHISPER_GENAI_CONFIG,
     dense_06b,
     hybrid_27b,
     interface,
     static_cache,
-    whisper_cross_kv,
 )
+from fixtures.odd_names import GROWING, GROWN, ODD_BLOCK, odd_names
 from harness.errors import InputError
 from harness.ports import Port, PortInventory
 from harness.topology.resolve import resolve
 from harness.topology.sidecar import declared_io_of, io_block
 from harness.topology.spec import Outcome, Refusal, Role, Topology
-from harness.topology.writing import sidecar_of
-
-GROWING = ("batch", 2, "past", 16)
-GROWN = ("batch", 2, "total", 16)
-
-
-def odd_names() -> PortInventory:
-    """A decoder none of whose names says anything."""
-    return PortInventory(
-        (
-            Port("a", "int64", ("batch", "s")),
-            Port("b", "int64", ("batch", "t")),
-            Port("c", "float32", GROWING),
-            Port("d", "float32", GROWING),
-            Port("e", "float32", ("batch", 64, 3)),
-        ),
-        (
-            Port("x", "float32", ("batch", "s", 1000)),
-            Port("y", "float32", GROWN),
-            Port("z", "float32", GROWN),
-            Port("w", "float32", ("batch", 64, 3)),
-        ),
-    )
-
-
-ODD_BLOCK: Mapping[str, Any] = {
-    "token_input": "a",
-    "attention_mask_input": "b",
-    "logits_output": "x",
-    "kv_inputs": ["c", "d"],
-    "kv_outputs": ["z", "y"],
-    "state_pairs": [{"input": "e", "output": "w", "init": "zeros", "update": "replace"}],
-}
 
 
 def topology(inventory: PortInventory, **options: Any) -> Topology:
@@ -189,6 +154,65 @@ def test_a_malformed_block_is_bad_input_at_its_place(block: Mapping[str, Any], p
     with pytest.raises(InputError) as error:
         resolve(dense_06b(layers=1), declared=block)
     assert error.value.message.startswith(f"{place} must be")
+
+
+@pytest.mark.parametrize(
+    ("block", "place", "meant"),
+    [
+        ({"kv_input": ["past_key_values.0.key"]}, "io has the key 'kv_input'", "kv_inputs"),
+        ({"Token_input": "input_ids"}, "io has the key 'Token_input'", "token_input"),
+        ({"static_cache": {"write_indices": "w"}}, "io.static_cache has the key", "write_indices_input"),
+        (
+            {"state_pairs": [{"input": "a", "output": "b", "inti": "ones"}]},
+            "io.state_pairs[0] has the key 'inti'",
+            "init",
+        ),
+        ({7: "input_ids"}, "io has the key 7", "Known are"),
+        ({None: "input_ids"}, "io has the key None", "token_input"),
+        ({"zzz": 1}, "io has the key 'zzz'", "kv_inputs"),
+    ],
+)
+def test_a_key_that_means_nothing_is_not_dropped(block: Any, place: str, meant: str) -> None:
+    """A misspelt key declares nothing, so that its author must hear of it, with the key that is near."""
+    with pytest.raises(InputError) as error:
+        resolve(dense_06b(layers=1), declared=block)
+    assert error.value.message.startswith(place)
+    assert meant in error.value.message
+
+
+def test_keys_of_the_published_block_that_name_no_port_are_accepted() -> None:
+    """How a runtime may go about its caches settles no role; a private key is its owner's business."""
+    block = {
+        "sequence_source": "token_ids",
+        "kv_ownership": "owned",
+        "kv_layout": "head_major_bnsh",
+        "kv_update": "append",
+        "aliasing": "forbidden",
+        "x-note": {"any": "thing"},
+    }
+    assert resolve(dense_06b(layers=1), declared=block).outcome is Outcome.DERIVED
+    assert io_block(topology(dense_06b(layers=1), declared=block)) == io_block(topology(dense_06b(layers=1)))
+
+
+def test_a_declared_hidden_output_is_not_taken_for_the_logits() -> None:
+    """By shape it would be the logits, being alone; the declaration says that it is not."""
+    inventory = odd_names()
+    block = {key: value for key, value in ODD_BLOCK.items() if key != "logits_output"}
+    assert topology(inventory, declared=block).logits_output == "x"
+    found = refusal(inventory, declared={**block, "hidden_output": "x"})
+    assert found.code == "E_NO_LOGITS_OUTPUT"
+    missing = refusal(inventory, declared={**ODD_BLOCK, "hidden_output": "h"})
+    assert (missing.code, missing.ports) == ("E_DECLARED_PORT_MISSING", ("h",))
+
+
+def test_declared_audio_features_are_placed_and_not_unknown() -> None:
+    """An input that the block names has a role, although a decode has no value to feed it."""
+    plain = dense_06b(layers=1)
+    mel = Port("mel", "float32", ("batch", 80, 3000))
+    inventory = PortInventory((*plain.inputs, mel), plain.outputs)
+    assert refusal(inventory).ports == ("mel",)
+    found = topology(inventory, declared={"audio_features_input": "mel"})
+    assert {port.name: port.role for port in found.roles}["mel"] is Role.AUXILIARY
 
 
 def test_a_declared_static_cache_needs_no_telling_names() -> None:
@@ -443,136 +467,3 @@ def test_a_workflow_with_two_decoders_needs_the_graph_to_choose() -> None:
 def test_a_workflow_without_decoder_declares_nothing() -> None:
     """A package of encoders has no decoder ports to declare."""
     assert declared_io_of({"pipeline": {"workflow": {"components": {"e": {"ports": {"roles": {}}}}}}}) is None
-
-
-WRITABLE = {
-    "hybrid_27b": hybrid_27b(layers=8),
-    "dense_06b": dense_06b(layers=3),
-    "whisper": whisper_cross_kv(layers=2),
-    "odd_names": odd_names(),
-    "static_cache": static_cache(layers=2),
-}
-
-
-_NAMES = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"type": "string", "minLength": 1}}
-PUBLISHED_IO_RULES: Mapping[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        **{
-            key: {"type": "string", "minLength": 1}
-            for key in (
-                "token_input",
-                "inputs_embeds_input",
-                "attention_mask_input",
-                "position_ids_input",
-                "logits_output",
-                "encoder_hidden_states_input",
-            )
-        },
-        **dict.fromkeys(("kv_inputs", "kv_outputs", "cross_kv_inputs", "cross_kv_outputs"), _NAMES),
-        "state_pairs": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["input", "output", "init", "update"],
-                "properties": {"init": {"const": "zeros"}, "update": {"const": "replace"}},
-            },
-        },
-        "optional_inputs": {
-            "type": "object",
-            "additionalProperties": {
-                "type": "object",
-                "required": ["presence", "absent"],
-                "properties": {"absent": {"type": "object", "required": ["kind", "shape"]}},
-            },
-        },
-        "static_cache": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": [
-                "write_indices_input",
-                "kv_sequence_length_input",
-                "key_cache_inputs",
-                "value_cache_inputs",
-                "key_cache_outputs",
-                "value_cache_outputs",
-            ],
-            "properties": {
-                "write_indices_input": {"type": "string"},
-                "kv_sequence_length_input": {"type": "string"},
-                "key_cache_inputs": _NAMES,
-                "value_cache_inputs": _NAMES,
-                "key_cache_outputs": _NAMES,
-                "value_cache_outputs": _NAMES,
-            },
-        },
-    },
-}
-"""The rules that the published metadata schema (onnx-genai, `ModelIoSpec`) has for these fields."""
-
-
-@pytest.mark.parametrize("name", WRITABLE)
-def test_a_written_io_block_keeps_the_published_rules(name: str) -> None:
-    """Field names, required parts of a pair and of a static cache, and lists that pair by position."""
-    wanted = topology(WRITABLE[name], declared=ODD_BLOCK if name == "odd_names" else None)
-    block = sidecar_of(WRITABLE[name], wanted, "inference-metadata")["model"]["io"]
-    jsonschema.validate(block, PUBLISHED_IO_RULES)
-    assert len(block.get("kv_inputs", ())) == len(block.get("kv_outputs", ()))
-    assert len(block.get("cross_kv_inputs", ())) == len(block.get("cross_kv_outputs", ()))
-
-
-@pytest.mark.parametrize("name", WRITABLE)
-def test_a_written_io_block_gives_the_topology_back(name: str) -> None:
-    """Resolving with what was written gives every port the role and the partner that it had."""
-    declared = ODD_BLOCK if name == "odd_names" else None
-    wanted = topology(WRITABLE[name], declared=declared)
-    written = sidecar_of(WRITABLE[name], wanted, "inference-metadata")
-    again = resolve(WRITABLE[name], declared=written["model"]["io"])
-    assert again.outcome is Outcome.DECLARED
-    assert again.topology is not None
-    assert io_block(again.topology) == io_block(wanted)
-
-
-def test_a_written_genai_config_gives_the_topology_back() -> None:
-    """Templates, cross templates and the rule for states say all that a dotted layout needs."""
-    for inventory in (dense_06b(layers=3), whisper_cross_kv(layers=2), hybrid_27b(layers=8)):
-        wanted = topology(inventory)
-        written = sidecar_of(inventory, wanted, "genai-config")
-        assert io_block(topology(inventory, genai_config=written)) == io_block(wanted)
-
-
-def test_the_written_whisper_config_is_the_one_that_its_exporter_writes() -> None:
-    """Keys, values, and cross keys and values each under its own template."""
-    inventory = whisper_cross_kv()
-    written = sidecar_of(inventory, topology(inventory), "genai-config")["model"]["decoder"]
-    expected = WHISPER_GENAI_CONFIG["model"]["decoder"]
-    assert written["inputs"] == expected["inputs"]
-    assert expected["outputs"].items() <= written["outputs"].items()
-
-
-def test_what_a_format_cannot_say_is_not_written() -> None:
-    """Crosswise pairs have no template, and a branch switch has no field: the message names the ports."""
-    inventory = odd_names()
-    with pytest.raises(InputError, match="`c`") as error:
-        sidecar_of(inventory, topology(inventory, declared=ODD_BLOCK), "genai-config")
-    assert "genai_config.json" in error.value.message
-    plain = dense_06b(layers=1)
-    merged = PortInventory((*plain.inputs, Port("use_cache_branch", "bool", (1,))), plain.outputs)
-    with pytest.raises(InputError, match="`use_cache_branch`"):
-        sidecar_of(merged, topology(merged), "inference-metadata")
-
-
-def test_optional_inputs_are_written_with_what_their_absence_means() -> None:
-    """The published form asks for a presence key, and for the shape of the zeros."""
-    plain = dense_06b(layers=1)
-    extra = Port("deepstack_embeds", "float32", (1, "batch", "sequence_len", 64))
-    inventory = PortInventory((*plain.inputs, extra), plain.outputs)
-    written = sidecar_of(inventory, topology(inventory), "inference-metadata")
-    assert written["model"]["io"]["optional_inputs"] == {
-        "deepstack_embeds": {
-            "presence": "deepstack_embeds",
-            "absent": {"kind": "zeros", "shape": [1, "batch", "sequence_len", 64]},
-        }
-    }
