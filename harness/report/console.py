@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console, Group
 from rich.markup import escape
@@ -29,6 +29,15 @@ __all__ = ["ProgressReporter", "render_report"]
 
 TokenText = Callable[[int], str]
 """Text of one token ID, for people only."""
+
+_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
+    ("#", "right"),
+    ("prompt", "left"),
+    ("verdict", "left"),
+    ("tokens", "right"),
+    ("parts at", "right"),
+    ("margin", "right"),
+)
 
 _STYLES = {
     "identical": "bold green",
@@ -155,26 +164,31 @@ def _engine(side: Mapping[str, Any]) -> str:
 
 def _table(document: Mapping[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("#", justify="right")
-    table.add_column("prompt", max_width=36, no_wrap=True, overflow="ellipsis")
-    table.add_column("verdict", no_wrap=True, min_width=len("state-divergent"))
-    table.add_column("tokens", justify="right")
-    table.add_column("parts at", justify="right")
-    table.add_column("margin", justify="right")
-    for number, prompt in enumerate(document["prompts"], 1):
-        text = prompt["text"]
-        shown = " ".join(map(str, prompt["prompt_ids"])) if text is None else _visible(text)
-        found = prompt["first_divergence"]
-        margin = prompt["min_margin"] if found is None else found["oracle_margin"]
-        table.add_row(
-            str(number),
-            Text(shown),
-            Text(prompt["verdict"], style=_style(prompt["verdict"])),
-            f"{len(prompt['candidate_ids'])}/{prompt['max_new_tokens']}",
-            "-" if found is None else str(found["index"]),
-            "-" if margin is None else f"{margin:.4f}",
-        )
+    rows = [_row(number, prompt) for number, prompt in enumerate(document["prompts"], 1)]
+    for index, (title, justify) in enumerate(_COLUMNS):
+        # Where the terminal is narrow the prompt gives way, and nothing else.
+        if title == "prompt":
+            table.add_column(title, max_width=36)
+        else:
+            width = max([len(title), *(row[index].cell_len for row in rows)])
+            table.add_column(title, justify=justify, min_width=width, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _row(number: int, prompt: Mapping[str, Any]) -> list[Text]:
+    text, found = prompt["text"], prompt["first_divergence"]
+    shown = " ".join(map(str, prompt["prompt_ids"])) if text is None else _visible(text)
+    margin = prompt["min_margin"] if found is None else found["oracle_margin"]
+    return [
+        Text(str(number)),
+        Text(shown, no_wrap=True, overflow="ellipsis"),
+        Text(prompt["verdict"], style=_style(prompt["verdict"])),
+        Text(f"{len(prompt['candidate_ids'])}/{prompt['max_new_tokens']}"),
+        Text("-" if found is None else str(found["index"])),
+        Text("-" if margin is None else f"{margin:.4f}"),
+    ]
 
 
 def _visible(text: str) -> str:

@@ -29,9 +29,9 @@ topology   derived: 32 KV inputs, 96 state pairs
 candidate  ort-cpu 1.31.1, threads=2, opt=all, 5 nodes on CPUExecutionProvider
 oracle     oracle 0.1.0, precision=float32, stepwise
 
-#  prompt         verdict          tokens  parts at  margin
-1  Hello,\\nworld  identical           2/2         -  0.5000
-2  9              divergent           3/3         1  0.0125
+#  prompt         verdict    tokens  parts at  margin
+1  Hello,\\nworld  identical     2/2         -  0.5000
+2  9              divergent     3/3         1  0.0125
 
 prompt 2 parts at generated token 1:
   after     '<1>'
@@ -64,6 +64,19 @@ def test_markup_in_a_prompt_is_shown_as_it_is() -> None:
         for e in divergent_stream()
     ]
     assert "[bold]x[/bold]" in rendered(events)
+
+
+def test_in_a_narrow_terminal_the_prompt_gives_way() -> None:
+    """At 50 columns every verdict, position and margin is whole."""
+    document = ParityDocument()
+    for event in divergent_stream():
+        document(event)
+    console = Console(file=io.StringIO(), width=50, color_system=None)
+    console.print(render_report(document.mapping()))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "identical     2/2         -  0.5000" in text
+    assert "divergent     3/3         1  0.0125" in text
 
 
 def test_what_a_terminal_would_obey_is_spelled_out() -> None:
