@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Availability",
+    "DiagnosingSession",
     "Engine",
     "EngineOption",
     "OptionValue",
+    "ProvingSession",
     "Session",
     "SessionInfo",
     "TensorHandle",
@@ -135,6 +137,32 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free what the session holds; its handles are dead afterwards. May be called twice."""
+
+
+@runtime_checkable
+class ProvingSession(Protocol):
+    """A session that can show in which precision it computes. An optional part of a session."""
+
+    def proof(self) -> Mapping[str, Any]:
+        """Plain data for the report, among it: `passed`, a bool, or None where nothing could be shown.
+
+        `reason` says why nothing could. `entries` has a mapping for each kind of product, with `operator`,
+        `node`, `max_error`, `bound` and `passed`.
+        """
+
+
+@runtime_checkable
+class DiagnosingSession(Protocol):
+    """A session that can look at what is inside of a graph. An optional part of a session."""
+
+    def first_non_finite(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> str | None:
+        """Operator and node that first made one of `outputs` infinite or NaN; None if all are finite.
+
+        Runs the graph once more, with every value looked at.
+
+        Raises:
+            EngineFailedError: as `Session.run`.
+        """
 
 
 @dataclass(frozen=True, slots=True)

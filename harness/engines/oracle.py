@@ -148,12 +148,13 @@ class OracleSession:
         return tops
 
     def first_non_finite(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> str | None:
-        """Operator and node that first made one of `outputs` infinite or NaN; None if all are finite.
-
-        Not part of the session protocol. Runs the graph once more, with every value looked at.
-        """
+        """See `harness.engines.base.DiagnosingSession`."""
         arrays = {name: cast("OracleHandle", handle).array for name, handle in feeds.items()}
         return self._live().first_non_finite(arrays, outputs)
+
+    def proof(self) -> Mapping[str, Any]:
+        """See `harness.engines.base.ProvingSession`; with what bounds: `harness.oracle.proof`."""
+        return self._live().prove().mapping()
 
     def copy_out(self, handle: TensorHandle) -> NDArray[np.generic]:
         """A copy of a tensor."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from harness.errors import EngineFailedError, ParityError
-from harness.oracle.node import Compute
+from harness.oracle.node import Compute, Node
 from harness.oracle.precision import Array
 
 __all__ = ["ABSENT", "DISCARD", "Body", "Program", "Step"]
@@ -32,6 +32,7 @@ class Step:
         inputs: slots in the order that `compute` takes; captured values of subgraphs at the end.
         outputs: slots in the order that `compute` returns.
         label: for messages: operator and node.
+        node: what its kernel was told.
         bodies: the subgraphs that `compute` runs.
     """
 
@@ -39,6 +40,7 @@ class Step:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     label: str
+    node: Node
     bodies: tuple[Body, ...] = ()
 
 

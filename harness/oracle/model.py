@@ -17,6 +17,7 @@ from harness.oracle.executor import Body, Program
 from harness.oracle.nonfinite import first_non_finite
 from harness.oracle.planner import Budget, Planner
 from harness.oracle.precision import Array, Precision, PrecisionName, RoundingName, file_dtype, type_name
+from harness.oracle.proof import Proof, prove
 from harness.oracle.weights import TensorReader, read_model
 from harness.oracle.workers import processors, workers
 
@@ -171,6 +172,11 @@ class OracleModel:
         program, arguments = self._prepared(feeds, tuple(self._slot(name) for name in outputs))
         with self._setting():
             return first_non_finite(self._body, program, arguments, [feed.name for feed in self._feeds])
+
+    def prove(self) -> Proof:
+        """Ask the kernels of this very plan for sums that are known; see `harness.oracle.proof`."""
+        with self._setting():
+            return prove(self._body, self._precision)
 
     @contextmanager
     def _setting(self) -> Iterator[None]:

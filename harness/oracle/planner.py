@@ -255,7 +255,9 @@ class Planner:
         self._placeholders(node, scope)
         outputs = [self._slot(name, scope) if name else DISCARD for name in node.output]
         bodies = tuple(value for value in attributes.values() if isinstance(value, Body))
-        step = Step(compute, tuple(inputs + captured), tuple(outputs), f"{node.op_type} {label}", bodies)
+        step = Step(
+            compute, tuple(inputs + captured), tuple(outputs), f"{node.op_type} {label}", view, bodies
+        )
         draft.steps.append(step)
 
     def _attributes(self, node: onnx.NodeProto, scope: Scope, label: str) -> tuple[dict[str, Any], list[int]]:

@@ -1,0 +1,362 @@
+"""The oracle's proof: honest kernels keep to the bound, and any loss of precision breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from fixtures.decoders import save_graph
+from fixtures.planted_kernels import LOSSES, plant_kernel
+from harness.engines.oracle import ENGINE
+from harness.oracle import OracleModel, Proof
+from harness.oracle.matrix import _SHARED_FROM
+
+CONTRIB = "com.microsoft"
+SaveNode = Callable[..., Path]
+
+
+def weights(*shape: int, dtype: Any = np.float32, seed: int = 1) -> Any:
+    """Normal numbers."""
+    return np.random.RandomState(seed).standard_normal(shape).astype(dtype)
+
+
+def codes(*shape: int) -> Any:
+    """Bytes."""
+    return np.random.RandomState(2).randint(0, 256, shape).astype(np.uint8)
+
+
+def packed(bits: int, *, rows: int = 24, depth: int = 80, block: int = 32, **more: Any) -> tuple[Any, ...]:
+    """A MatMulNBits node of which all but the activations is constant."""
+    blocks = -(-depth // block)
+    extra = [more.get(name) for name in ("zeros", "groups", "bias")]
+    scales = np.abs(weights(rows, blocks)).astype(more.get("dtype", np.float32))
+    inputs = [weights(1, 2, depth), codes(rows, blocks, block * bits // 8), scales, *extra]
+    attributes = {"bits": bits, "block_size": block, "N": rows, "K": depth, "accuracy_level": 4}
+    return "MatMulNBits", inputs, (1, 2, 3, 4, 5), {"domain": CONTRIB, **attributes}
+
+
+ZEROS = np.zeros((1, 2, 3, 16), np.float32)
+CASES: dict[str, tuple[Any, ...]] = {
+    "MatMul": ("MatMul", [weights(3, 70), weights(70, 20)], (1,), {}),
+    "MatMul in half precision": (
+        "MatMul",
+        [weights(3, 70, dtype=np.float16), weights(70, 20, dtype=np.float16)],
+        (1,),
+        {},
+    ),
+    "MatMul of two inputs": ("MatMul", [weights(2, 3, 5), weights(2, 5, 4)], (), {}),
+    "MatMul with a stack of weights": ("MatMul", [weights(3, 40), weights(2, 40, 6)], (1,), {}),
+    "MatMul large enough for tiles": ("MatMul", [weights(3, 256), weights(256, 128)], (1,), {}),
+    "Gemm": (
+        "Gemm",
+        [weights(50, 3), weights(20, 50), weights(20)],
+        (1, 2),
+        {"transA": 1, "transB": 1, "alpha": 0.7, "beta": -1.3},
+    ),
+    "Gemm with a computed bias": ("Gemm", [weights(3, 50), weights(50, 20), weights(20)], (1,), {}),
+    "FusedMatMul": (
+        "FusedMatMul",
+        [weights(50, 3), weights(20, 50)],
+        (1,),
+        {"transA": 1, "transB": 1, "alpha": 0.3, "domain": CONTRIB},
+    ),
+    "FusedMatMul of two inputs": (
+        "FusedMatMul",
+        [weights(3, 50), weights(20, 50)],
+        (),
+        {"transB": 1, "alpha": 0.3, "domain": CONTRIB},
+    ),
+    "4 bits": packed(4),
+    "4 bits in tiles": packed(4, rows=256, depth=256),
+    "2 bits, packed zero points": packed(2, zeros=codes(24, 1)),
+    "8 bits, float zero points, bias": packed(8, zeros=weights(24, 3), bias=weights(24)),
+    "4 bits, blocks in any order": packed(4, groups=np.arange(80, dtype=np.int32) % 3),
+    "4 bits, half scales": packed(4, dtype=np.float16, block=16, zeros=codes(24, 3)),
+    "Conv": (
+        "Conv",
+        [weights(1, 6, 9), weights(8, 3, 3), weights(8)],
+        (1, 2),
+        {"group": 2, "pads": [2, 1], "strides": [2], "dilations": [2]},
+    ),
+    "Conv by channel": ("Conv", [weights(1, 6, 9), weights(6, 1, 4)], (1,), {"group": 6, "pads": [3, 0]}),
+    "CausalConvWithState": (
+        "CausalConvWithState",
+        [weights(1, 6, 9), weights(6, 1, 4), weights(6), weights(1, 6, 3)],
+        (1, 2),
+        {"activation": "silu", "domain": CONTRIB},
+    ),
+    "CausalConvWithState without a state": (
+        "CausalConvWithState",
+        [weights(1, 6, 9), weights(6, 1, 4)],
+        (1,),
+        {"domain": CONTRIB},
+    ),
+    "LinearAttention": (
+        "LinearAttention",
+        [weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 24), None, weights(1, 3, 2), weights(1, 3, 2)],
+        (),
+        {"q_num_heads": 4, "kv_num_heads": 2, "domain": CONTRIB},
+    ),
+    "LinearAttention with fewer queries": (
+        "LinearAttention",
+        [weights(1, 3, 16), weights(1, 3, 16), weights(1, 3, 24)],
+        (),
+        {"q_num_heads": 1, "kv_num_heads": 2, "update_rule": "linear", "scale": 0.3, "domain": CONTRIB},
+    ),
+    "Attention": (
+        "Attention",
+        [weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 32), weights(3, 6), ZEROS, ZEROS],
+        (),
+        {"q_num_heads": 4, "kv_num_heads": 2, "is_causal": 1},
+    ),
+    "GroupQueryAttention": (
+        "GroupQueryAttention",
+        [
+            *(weights(1, 3, width) for width in (64, 32, 32)),
+            *(ZEROS, ZEROS, np.array([5], np.int32), np.array([6], np.int32)),
+            *(weights(30, 8), weights(30, 8)),
+        ],
+        (7, 8),
+        {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1, "local_window_size": 10, "domain": CONTRIB},
+    ),
+    "GroupQueryAttention, packed": (
+        "GroupQueryAttention",
+        [weights(1, 3, 128), None, None, ZEROS, ZEROS, np.array([5], np.int32), np.array([6], np.int32)],
+        (),
+        {"num_heads": 4, "kv_num_heads": 2, "domain": CONTRIB},
+    ),
+}
+"""Operator, inputs, which of them are constant, attributes."""
+
+
+def proof_of(path: Path, **options: Any) -> Proof:
+    """Of the graph in a file."""
+    return OracleModel.load(path, **options).prove()
+
+
+def saved(save: SaveNode, tmp_path: Path, name: str) -> Path:
+    """The graph of a case."""
+    op_type, inputs, constants, attributes = CASES[name]
+    return save(tmp_path / "node.onnx", op_type, inputs, constants=constants, **attributes)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_honest_kernel_keeps_to_the_bound(
+    name: str, precision: str, save_one_node: SaveNode, tmp_path: Path
+) -> None:
+    """In both precisions, with weights of any kind; and the bound is a few hundred roundings, not more."""
+    proof = proof_of(saved(save_one_node, tmp_path, name), precision=precision)
+    (entry,) = proof.entries
+    assert (proof.passed, proof.not_probed, proof.precision) == (True, (), precision)
+    assert (entry.operator, entry.node, entry.passed) == (CASES[name][0], "the_node", True)
+    assert 0 <= entry.max_error <= entry.bound
+    assert proof.unit_roundoff == {"float32": 2.0**-24, "float64": 2.0**-53}[precision]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", [name for name in CASES if "CausalConv" not in name])
+def test_a_kernel_that_loses_precision_breaks_the_bound(
+    name: str, loss: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations or results in eight bits, half precision or TF32, by two times the bound at least."""
+    op_type, *_, attributes = CASES[name]
+    lose = LOSSES[loss]
+    if "Attention" in name:  # the sums are over values, and there are several outputs
+        at = 0 if name.startswith("Linear") or "packed" in name else 2
+        lose = on_attention(loss, at)
+    plant_kernel(monkeypatch, op_type, lose, domain=attributes.get("domain", ""))
+    (entry,) = (proof := proof_of(saved(save_one_node, tmp_path, name))).entries
+    assert (proof.passed, entry.passed) == (False, False)
+    assert not entry.max_error <= 2 * entry.bound
+
+
+def on_attention(loss: str, at: int) -> Any:
+    """A loss on input `at`, or on the first of several outputs."""
+    lose = LOSSES[loss]
+
+    def run(compute: Any, inputs: Any) -> Any:
+        if "activations" in loss:
+            lost = lose(lambda x: x, (inputs[at],))
+            return compute(*inputs[:at], lost, *inputs[at + 1 :])
+        first, *others = compute(*inputs)
+        return lose(lambda x: x, (first,)), *others
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["CausalConvWithState", "CausalConvWithState without a state"])
+def test_a_convolution_with_a_state_in_half_precision_breaks_the_bound(
+    name: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind its activation too."""
+
+    def half(compute: Any, inputs: Any) -> Any:
+        return compute(inputs[0].astype(np.float16).astype(inputs[0].dtype), *inputs[1:])
+
+    plant_kernel(monkeypatch, "CausalConvWithState", half, domain=CONTRIB)
+    assert proof_of(saved(save_one_node, tmp_path, name)).passed is False
+
+
+@pytest.mark.parametrize("name", ["MatMul", "Gemm", "4 bits", "2 bits, packed zero points"])
+def test_rounded_weights_break_the_bound(
+    name: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are known from the bytes of the weights, not from what the kernel makes of them."""
+    op_type, inputs, constants, attributes = CASES[name]
+    at = 2 if op_type == "MatMulNBits" else 1  # of codes, the scales are what can be rounded
+    rounded = [x.astype(np.float16).astype(np.float32) if i == at else x for i, x in enumerate(inputs)]
+    other = save_one_node(tmp_path / "rounded.onnx", op_type, rounded, constants=constants, **attributes)
+    wrong = OracleModel.load(other)._body.steps[0].compute
+
+    def lose(compute: Any, given: Any) -> Any:
+        return wrong(*given)
+
+    plant_kernel(monkeypatch, op_type, lose, domain=attributes.get("domain", ""))
+    assert proof_of(saved(save_one_node, tmp_path, name)).passed is False
+
+
+@pytest.mark.parametrize("name", ["MatMul", "4 bits", "Conv", "MatMul of two inputs"])
+def test_float32_does_not_pass_for_float64(
+    name: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that sums in float32 breaks float64's bound, and keeps float32's."""
+
+    def lose(compute: Any, inputs: Any) -> Any:
+        y = compute(*inputs)
+        return y.astype(np.float32).astype(y.dtype)
+
+    op_type, *_, attributes = CASES[name]
+    plant_kernel(monkeypatch, op_type, lose, domain=attributes.get("domain", ""))
+    path = saved(save_one_node, tmp_path, name)
+    assert proof_of(path).passed is True
+    assert proof_of(path, precision="float64").passed is False
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_one_row_and_many_are_asked(
+    few: bool, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels go other ways for a token than for a prompt: each is asked, the many in tiles."""
+    path = saved(save_one_node, tmp_path, "4 bits in tiles")
+    seen = []
+
+    def lose(compute: Any, inputs: Any) -> Any:
+        rows = inputs[0].shape[1]
+        seen.append(rows)
+        return compute(*inputs) * (1.001 if (rows == 1) is few else 1)
+
+    plant_kernel(monkeypatch, "MatMulNBits", lose, domain=CONTRIB)
+    assert proof_of(path).passed is False
+    assert seen[0] == 1
+    assert seen[1] * 256 * 256 >= _SHARED_FROM
+
+
+def test_each_kind_is_asked_once_and_all_must_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two alike the smaller; nodes of subgraphs, too; one bad kind is enough."""
+    row = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [8]) for name in ("state", "row")]
+    body = helper.make_graph(
+        [
+            helper.make_node("Gemm", ["state2", "inner"], ["next2"], name="in_scan"),
+            helper.make_node("Unsqueeze", ["state", "zero"], ["state2"]),
+            helper.make_node("Squeeze", ["next2", "zero"], ["next"]),
+            helper.make_node("Add", ["next", "row"], ["grown"]),
+            helper.make_node("Identity", ["grown"], ["seen"]),
+        ],
+        "body",
+        row,
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, [8]) for name in ("grown", "seen")],
+    )
+    path = save_graph(
+        tmp_path / "model.onnx",
+        [
+            helper.make_node("MatMul", ["x", "large"], ["a"], name="large"),
+            helper.make_node("MatMul", ["a", "small"], ["b"], name="small"),
+            helper.make_node("Scan", ["start", "b"], ["last", "y"], name="s", body=body, num_scan_inputs=1),
+        ],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 200])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        {
+            "large": weights(200, 400) / 20,
+            "small": weights(400, 8) / 20,
+            "inner": weights(8, 8) / 8,
+            "start": np.zeros(8, np.float32),
+            "zero": np.array([0]),
+        },
+    )
+    # Both are above or below what is cut into tiles: 80,000 and 3,200 elements, of which the first is.
+    proof = proof_of(path)
+    assert [(entry.operator, entry.node.split("/")[-1]) for entry in proof.entries] == [
+        ("MatMul", "large"),
+        ("Gemm", "in_scan"),
+    ]
+    plant_kernel(monkeypatch, "Gemm", LOSSES["int8 activations"])
+    proof = proof_of(path)
+    assert [entry.passed for entry in proof.entries] == [True, False]
+    assert proof.passed is False
+
+
+def test_what_cannot_be_asked_is_listed(save_one_node: SaveNode, tmp_path: Path) -> None:
+    """Never silently: the operator and a node, and that nothing at all was asked is no pass."""
+    path = save_one_node(
+        tmp_path / "node.onnx", "Einsum", [weights(3, 4), weights(4, 5)], equation="ij,jk->ik"
+    )
+    proof = proof_of(path)
+    assert (proof.passed, proof.entries) == (None, ())
+    assert proof.reason
+    (node,) = proof.not_probed
+    assert (node.operator, node.node) == ("Einsum", "the_node")
+
+
+def test_an_oracle_that_rounds_on_purpose_says_so(save_one_node: SaveNode, tmp_path: Path) -> None:
+    """With rounding=model nothing is proven, and nothing is claimed to be."""
+    proof = proof_of(saved(save_one_node, tmp_path, "4 bits"), rounding="model")
+    assert (proof.passed, proof.entries) == (None, ())
+    assert "not applicable" in (proof.reason or "")
+
+
+def test_a_proof_is_the_same_each_time_and_changes_nothing(save_one_node: SaveNode, tmp_path: Path) -> None:
+    """Its inputs are seeded; what the model computes afterwards is the same to the bit."""
+    path = saved(save_one_node, tmp_path, "4 bits")
+    model, x = OracleModel.load(path), CASES["4 bits"][1][0]
+    before = model.run({"x0": x}, ["y0"])["y0"].copy()
+    assert model.prove().entries == model.prove().entries
+    np.testing.assert_array_equal(model.run({"x0": x}, ["y0"])["y0"], before)
+
+
+def test_the_session_gives_plain_data(
+    save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes into a report: JSON has no NaN."""
+    plant_kernel(monkeypatch, "MatMul", LOSSES["one that is no number"])
+    session = ENGINE.open(saved(save_one_node, tmp_path, "MatMul"), {})
+    proof = session.proof()
+    assert proof["passed"] is False
+    (entry,) = proof["entries"]
+    assert entry["max_error"] is None
+    assert entry["bound"] > 0
+    assert (entry["operator"], entry["node"], entry["passed"]) == ("MatMul", "the_node", False)
+
+
+def test_a_malformed_node_fails_by_its_name_when_it_runs(tmp_path: Path) -> None:
+    """The proof is about precision: what a node cannot compute at all it lists, and the run names it."""
+    path = save_graph(
+        tmp_path / "model.onnx",
+        [
+            helper.make_node(
+                "MatMulNBits", ["x", "b", "s"], ["y"], name="bad", domain=CONTRIB, N=8, K=64, block_size=32
+            )
+        ],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 64])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        {"b": codes(7, 2, 16), "s": weights(8, 2)},
+    )
+    assert onnx.load(path).graph.node[0].name == "bad"
+    (node,) = proof_of(path).not_probed
+    assert (node.operator, node.node) == ("MatMulNBits", "bad")
