@@ -24,8 +24,14 @@ __all__ = ["Deferred", "DenseMatrix", "Matrix", "Projection", "ResidentMatrix", 
 _SHARED_FROM = 1 << 24
 """Multiplications from which a product is worth a helper: about a millisecond of one processor."""
 
+_FEW = 8
+"""Tokens up to which a weight that is columns of the file is faster as `x @ B`."""
+
 _TILE_WORK = 1 << 20
 """Multiplications below which claiming a tile costs something."""
+
+_MOST_COLUMNS = 2048
+"""Most rows of a tile where those are columns of the file: two pages of each of its rows."""
 
 _NARROW_DEPTH, _NARROW_ROWS = 256, 1024
 """Most extents of the tile, a megabyte, in which a narrow weight is widened."""
@@ -79,7 +85,7 @@ def product(matrix: Matrix, tokens: Tensor, start: int = 0, stop: int | None = N
     large = (stop - start) * matrix.depth * count >= _SHARED_FROM
     if isinstance(matrix, DenseMatrix) and matrix.ready and not large:
         weight = matrix.array[start:stop]
-        if count == 1:
+        if count == 1 or (count <= _FEW and weight.strides[0] < weight.strides[1]):
             return np.matmul(tokens, weight.T)
         return np.ascontiguousarray(np.matmul(weight, np.ascontiguousarray(tokens.T)).T)
     columns = matrix.arranged(tokens)
@@ -112,9 +118,11 @@ class DenseMatrix:
         self.ready = array.dtype == dtype
 
     def tile_rows(self, tokens: int) -> int:
-        """About a million multiplications; wide where a tile reads its columns from every row of the file."""
+        """A few wide tiles where each reads its columns from every row of the file, else small ones."""
         if not self.ready:
             return min(_NARROW_ROWS, _in_tiles(self.rows, 4))
+        if self.array.strides[0] < self.array.strides[1]:
+            return min(_MOST_COLUMNS, _in_tiles(self.rows, 4))
         few = _TILE_WORK // (self.depth * max(1, tokens)) // 64 * 64
         return min(max(128 if tokens <= 128 else 256, few), _in_tiles(self.rows, 4))
 
