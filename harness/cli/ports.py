@@ -43,9 +43,7 @@ def command(source: str, as_json: bool) -> int:
     if as_json:
         ports = {"inputs": [_plain(p) for p in inventory.inputs]}
         ports["outputs"] = [_plain(p) for p in inventory.outputs]
-        print_json_line(
-            {"schema": _SCHEMA, "source": source, "ports": ports, "exit_code": 0, "error": None}
-        )
+        print_json_line({"schema": _SCHEMA, "source": source, "ports": ports, "exit_code": 0, "error": None})
         return 0
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in ("direction", "name", "dtype", "shape"):
