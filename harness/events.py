@@ -73,6 +73,7 @@ class SessionOpened:
         placement: which provider runs which nodes, None for engines that have none.
         mode: `eager` or `captured`, None where the engine knows no such thing.
         seconds: how long loading took.
+        proof: what shows in which precision an oracle computes; None for engines that have none.
     """
 
     role: EngineRole
@@ -82,6 +83,7 @@ class SessionOpened:
     placement: Mapping[str, Any] | None
     mode: str | None
     seconds: float
+    proof: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

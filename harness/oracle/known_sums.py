@@ -7,6 +7,7 @@ description and the bytes of its weights, by other code than the kernel's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -116,6 +117,14 @@ def _spread(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[An
     return values
 
 
+def _room(weight: Array, dtype: np.dtype[Any]) -> float:
+    """A power of two by which values of `_spread` must be multiplied so that no sum overflows."""
+    most = (
+        float(np.max(np.abs(weight), initial=0.0)) / float(np.finfo(dtype).max) * _TERMS * 2.0**_BINADES * 4
+    )
+    return 2.0 ** -max(0, math.frexp(most)[1]) if math.isfinite(most) else 1.0
+
+
 def _support(depth: int, block: int, rng: np.random.Generator) -> Array:
     """Which of `depth` features are not zero: half of them in one block, the others in the last one."""
     first = int(rng.integers(0, max(1, depth // block))) * block
@@ -169,8 +178,9 @@ class _Weight:
         def probes(rng: np.random.Generator) -> Iterator[Probe]:
             support = _support(self.depth, self.block, rng)
             weight = self.columns(support)
+            room = _room(weight, self.dtype)
             for count in (1, rows):
-                values = _spread(rng, (count, len(support)), self.dtype)
+                values = _spread(rng, (count, len(support)), self.dtype) * self.dtype.type(room)
                 x = np.zeros((count, self.depth), self.dtype)
                 x[:, support] = values
                 exact = values.astype(np.float64)

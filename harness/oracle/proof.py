@@ -213,7 +213,9 @@ def _differences(site: Site, probe: Probe, factor: float) -> tuple[Any, Any]:
     first = result[0] if isinstance(result, tuple) else result
     sums = probe.pick(np.asarray(first)).astype(np.float64)
     error = np.abs(sums.reshape(probe.expected.shape) - probe.expected)
-    return error, factor * probe.magnitude
+    # What is too small for the exponent is rounded by itself.
+    tiny = float(np.finfo(site.node.precision.dtype).tiny) * _MORE_ROUNDINGS
+    return error, factor * probe.magnitude + tiny
 
 
 def _worst(differences: Iterable[tuple[Any, Any]]) -> tuple[float, float]:

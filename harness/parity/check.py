@@ -6,9 +6,10 @@ Everything that happens is emitted as events; the return value only closes the s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.decode.loop import greedy_decode
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
@@ -130,6 +131,7 @@ class _Check:
             except (EngineFailedError, InvalidRunError) as error:
                 failure = error
             self._announce(oracle, candidate)
+            oracle.require_proof()
             if isinstance(failure, InvalidRunError):
                 raise failure
             verdicts = []
@@ -209,7 +211,7 @@ class _Check:
                 prompts=len(plan.prompts),
             )
         )
-        self._emit(_opened_event("oracle", oracle.info, oracle.seconds))
+        self._emit(_opened_event("oracle", oracle.info, oracle.seconds, oracle.proof))
         if candidate is not None:
             self._emit(_opened_event("candidate", candidate.session.info, candidate.seconds))
 
@@ -245,7 +247,9 @@ class _Check:
         return _Progress(self._emit, index, role)
 
 
-def _opened_event(role: EngineRole, info: SessionInfo, seconds: float) -> SessionOpened:
+def _opened_event(
+    role: EngineRole, info: SessionInfo, seconds: float, proof: Mapping[str, Any] | None = None
+) -> SessionOpened:
     return SessionOpened(
         role=role,
         engine=info.engine,
@@ -254,6 +258,7 @@ def _opened_event(role: EngineRole, info: SessionInfo, seconds: float) -> Sessio
         placement=info.placement,
         mode=info.mode,
         seconds=seconds,
+        proof=proof,
     )
 
 

@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from harness.decode.diagnose import first_non_finite
 from harness.decode.loop import StepObserver, forced_decode, one_pass_decode
 from harness.decode.trace import Trace
 from harness.engines.base import Session, SessionInfo
 from harness.engines.registry import EngineSpec
 from harness.errors import InputError, InvalidRunError
+from harness.parity.proving import proof_of, require_proof
 from harness.topology.spec import Topology
 
 __all__ = ["SPREAD_FACTOR", "OracleMode", "Reference", "ReferenceTrace", "spread_between"]
@@ -94,6 +96,7 @@ class Reference:
         began = time.perf_counter()
         self._session = spec.open(model)
         self.seconds = time.perf_counter() - began
+        self.proof = proof_of(self._session)
         self._precision = str(self._session.info.settings.get("precision", ""))
         self._sessions = {self._precision: self._session}
         self._bands: dict[str, float] = {}
@@ -119,6 +122,14 @@ class Reference:
         """What runs and how."""
         return self._session.info
 
+    def require_proof(self) -> None:
+        """Refuse to go on with an oracle whose proof failed.
+
+        Raises:
+            InvalidRunError: as `harness.parity.proving.require_proof`.
+        """
+        require_proof(self.proof)
+
     def close(self) -> None:
         """Free every session."""
         for session in self._sessions.values():
@@ -132,14 +143,14 @@ class Reference:
         Raises:
             InvalidRunError: the oracle failed, or its logits hold NaN.
         """
-        trace = self._sound(self._logits(self._session, prompt_ids, token_ids, on_step))
+        trace = self._sound(self._logits(self._session, prompt_ids, token_ids, on_step), self._session)
         if not self._has_precision:
             return ReferenceTrace(trace, (0.0,) * len(trace.steps), (), self.mode)
         bands = [self._band(self._precision, prompt_ids, token_ids)] * len(trace.steps)
         close = [i for i, step in enumerate(trace.steps) if step.margin <= bands[i]]
         if close and self._precision != _FINEST:
             finest = self._session_in(_FINEST)
-            again = self._sound(self._logits(finest, prompt_ids, token_ids, None))
+            again = self._sound(self._logits(finest, prompt_ids, token_ids, None), finest)
             steps = list(trace.steps)
             for i in close:
                 steps[i], bands[i] = again.steps[i], self._band(_FINEST, prompt_ids, token_ids)
@@ -180,12 +191,12 @@ class Reference:
             prompt, tokens = tuple(prompt_ids)[:_PROBE_PROMPT], tuple(token_ids)[:_PROBE_STEPS]
             if len(prompt) < len(prompt_ids):
                 tokens = tuple(prompt_ids)[len(prompt) : len(prompt) + _PROBE_STEPS]
-            session = self._session_in(precision)
-            exact = self._sound(self._steps(self._session_in(_FINEST), prompt, tokens))
-            runs = [] if precision == _FINEST else [self._sound(self._steps(session, prompt, tokens))]
+            session, finest = self._session_in(precision), self._session_in(_FINEST)
+            exact = self._sound(self._steps(finest, prompt, tokens), finest)
+            runs = [] if session is finest else [self._sound(self._steps(session, prompt, tokens), session)]
             whole = one_pass_decode(session, self._topology, prompt, tokens, top_k=self._top_k)
             if whole is not None:
-                runs.append(self._sound(whole))
+                runs.append(self._sound(whole, session))
             spread = max((spread_between(exact, run) for run in runs), default=0.0)
             # A difference of two logits is off by at most twice what one of them is.
             self._bands[precision] = 2 * SPREAD_FACTOR * spread
@@ -194,11 +205,11 @@ class Reference:
     def _session_in(self, precision: str) -> Session:
         if precision not in self._sessions:
             options = {**self._spec.options, "precision": precision}
-            self._sessions[precision] = self._spec.engine.open(self._model, options)
+            session = self._sessions[precision] = self._spec.engine.open(self._model, options)
+            require_proof(proof_of(session))
         return self._sessions[precision]
 
-    @staticmethod
-    def _sound(trace: Trace) -> Trace:
+    def _sound(self, trace: Trace, session: Session) -> Trace:
         if trace.failure is not None:
             raise InvalidRunError(
                 f"The oracle failed at step {trace.failure.step}: {trace.failure.message}",
@@ -206,9 +217,12 @@ class Reference:
             )
         for position, step in enumerate(trace.steps):
             if step.has_nan or not math.isfinite(step.values[0]):
+                fed = (*trace.prompt_ids, *trace.token_ids[:position])
+                node = first_non_finite(session, self._topology, fed)
+                first = "" if node is None else f" The first node to make them so is {node}."
                 raise InvalidRunError(
                     f"The oracle's logits are not finite at generated position {position}: such an oracle "
-                    "proves nothing.",
+                    f"proves nothing.{first}",
                     next_action="Check the exported weights for overflow; try oracle:precision=float64.",
                 )
         return trace

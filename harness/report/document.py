@@ -118,7 +118,7 @@ class ParityDocument:
         if event.role == "candidate":
             side.update(placement=_plain(event.placement), mode=event.mode)
         else:
-            side["precision"] = event.settings.get("precision")
+            side.update(precision=event.settings.get("precision"), proof=_plain(event.proof))
 
     def _judge(self, event: PromptJudged) -> None:
         start = self._started[event.index]

@@ -53,6 +53,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "MatMul of two inputs": ("MatMul", [weights(2, 3, 5), weights(2, 5, 4)], (), {}),
     "MatMul with a stack of weights": ("MatMul", [weights(3, 40), weights(2, 40, 6)], (1,), {}),
     "MatMul large enough for tiles": ("MatMul", [weights(3, 256), weights(256, 128)], (1,), {}),
+    "MatMul with weights near overflow": ("MatMul", [weights(3, 70), weights(70, 20) * 5e37], (1,), {}),
     "Gemm": (
         "Gemm",
         [weights(50, 3), weights(20, 50), weights(20)],
@@ -300,6 +301,14 @@ def test_each_kind_is_asked_once_and_all_must_pass(tmp_path: Path, monkeypatch: 
     proof = proof_of(path)
     assert [entry.passed for entry in proof.entries] == [True, False]
     assert proof.passed is False
+
+
+def test_weights_too_small_for_the_exponent_break_no_bound(save_one_node: SaveNode, tmp_path: Path) -> None:
+    """Products beneath the smallest float of full precision lose bits in any honest kernel."""
+    tiny = weights(70, 20) * np.float32(1e-41)
+    assert proof_of(
+        save_one_node(tmp_path / "n.onnx", "MatMul", [weights(3, 70), tiny], constants=(1,))
+    ).passed
 
 
 def test_what_cannot_be_asked_is_listed(save_one_node: SaveNode, tmp_path: Path) -> None:

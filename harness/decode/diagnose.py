@@ -1,0 +1,36 @@
+"""Where in a graph a number went wrong, asked of sessions that can look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.decode.feeds import plan_feeds
+from harness.engines.base import DiagnosingSession, Session
+from harness.errors import EngineFailedError
+from harness.topology.spec import Topology
+
+__all__ = ["first_non_finite"]
+
+
+def first_non_finite(session: Session, topology: Topology, token_ids: Sequence[int]) -> str | None:
+    """Operator and node that first made logits infinite or NaN, in one pass over `token_ids`.
+
+    None where the session cannot tell, where one pass fails, or where its logits are finite: those of
+    single steps may differ.
+
+    Args:
+        session: what ran.
+        topology: the role of every port.
+        token_ids: at least one.
+
+    Raises:
+        NotDrivableError: the loop cannot feed this graph.
+    """
+    if not isinstance(session, DiagnosingSession):
+        return None
+    plan = plan_feeds(topology, session.inventory)
+    feeds = plan.start(session) | plan.inputs(session, token_ids, past=0)
+    try:
+        return session.first_non_finite(feeds, (plan.logits,))
+    except EngineFailedError:
+        return None
