@@ -106,9 +106,11 @@ def test_the_declined_dense_decoder_says_what_to_declare() -> None:
     assert refusal.ports == ("input_ids", "attention_mask", "position_ids")
 
 
-def test_pairs_of_the_27b_hybrid_stay_in_their_layer() -> None:
-    """Every pair of the hybrid has one layer and one kind on both sides; every fourth layer has KV."""
-    topology = resolve(hybrid_27b()).topology
+@pytest.mark.parametrize("backwards", [False, True])
+def test_pairs_of_the_27b_hybrid_stay_in_their_layer(backwards: bool) -> None:
+    """Every pair has one layer and one kind on both sides, in whatever order the graph lists its outputs."""
+    ports = hybrid_27b()
+    topology = resolve(PortInventory(ports.inputs, ports.outputs[:: -1 if backwards else 1])).topology
     assert topology is not None
     attention = {str(layer) for layer in range(3, 64, 4)}
     for past, present in zip(topology.kv_inputs, topology.kv_outputs, strict=True):

@@ -30,6 +30,7 @@ def refusal(pasts: list[Port], presents: list[Port]) -> Refusal:
         ("past_key_values.17.key", "17"),
         ("past_key_values.007.key", "007"),
         ("past_key_values.x.key", None),
+        ("past_key_values.\0.key", None),
         ("past_key_values..key", None),
         ("past_key_values.٣.key", None),
         ("past_key_values.1a.key", None),
@@ -141,3 +142,23 @@ def test_missing_partners_are_named_and_no_layer_is_paired_with_another() -> Non
     )
     assert found.code == "E_LAYER_ID_MISMATCH"
     assert set(found.ports) == {"past_key_values.7.key", "present.4.key"}
+
+
+@pytest.mark.parametrize(
+    ("pasts", "presents", "code"),
+    [
+        ((), ("present.0.key",), "E_PRESENT_WITHOUT_PAST"),
+        (("past_key_values.0.key",), (), "E_UNPAIRED_PAST"),
+        (("past_states.0.ssm",), (), "E_UNPAIRED_PAST"),
+        ((), ("present_states.0.ssm",), "E_PRESENT_WITHOUT_PAST"),
+    ],
+)
+def test_missing_partners_on_either_side_are_named(
+    pasts: tuple[str, ...], presents: tuple[str, ...], code: str
+) -> None:
+    """Beside a whole pair, a cache that only goes in or only comes out is refused by its name."""
+    found = refusal(
+        [Port(name, "float32", GROWING) for name in ("past_key_values.9.key", *pasts)],
+        [Port(name, "float32", GROWN) for name in ("present.9.key", *presents)],
+    )
+    assert (found.code, found.ports) == (code, (*pasts, *presents))
