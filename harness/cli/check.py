@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from harness.errors import EngineUnavailableError, InputError, NotDrivableError,
 from harness.events import CheckFinished, Event
 
 if TYPE_CHECKING:
+    from harness.engines.base import OptionValue
     from harness.engines.registry import EngineSpec
     from harness.models.builtin import BuiltinPackage
     from harness.package import Package
@@ -105,6 +106,12 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
     help="One forward pass over prompt and tokens, or a run for each token. [default: one-pass where the "
     "oracle can measure its own rounding]",
 )
+@click.option(
+    "--rounding",
+    type=click.Choice(["none", "model"]),
+    help="none: the oracle computes in its own precision throughout; model: in steps, every value rounded to "
+    "the type that the model declares. [default: none]",
+)
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A text to continue. Repeatable.")
 @click.option(
     "--prompt-ids", "id_lists", multiple=True, metavar="1,2,3", help="Token IDs to continue. Repeatable."
@@ -124,6 +131,7 @@ def command(
     candidate: str | None,
     oracle_name: str,
     oracle_mode: OracleMode | None,
+    rounding: str | None,
     texts: tuple[str, ...],
     id_lists: tuple[str, ...],
     max_new_tokens: int | None,
@@ -153,7 +161,7 @@ def command(
     say = Console(stderr=True)
     # Names and options first: a misspelt engine is found before a package is written or read.
     candidate_spec = parse_engine(candidate) if candidate is not None else None
-    oracle_spec = parse_engine(oracle_name)
+    oracle_spec = _rounding(parse_engine(oracle_name), rounding)
     found, builtin = find_package(package)
     plan = _plan(
         _Request(
@@ -194,6 +202,24 @@ def command(
     return end.exit_code
 
 
+def _rounding(oracle: EngineSpec, rounding: str | None) -> EngineSpec:
+    """The oracle with its option `rounding` set; as it is where none was asked for."""
+    if rounding is None:
+        return oracle
+    if "rounding" not in oracle.engine.options:
+        raise InputError(
+            f"--rounding {rounding}: {oracle.name} has no option rounding.",
+            next_action="Leave --rounding out, or use --oracle oracle.",
+        )
+    given = oracle.options.get("rounding", rounding)
+    if given != rounding:
+        raise InputError(
+            f"--rounding {rounding} contradicts --oracle {oracle.name}:rounding={given}.",
+            next_action="Say it once.",
+        )
+    return replace(oracle, options={**oracle.options, "rounding": rounding})
+
+
 def _usable(spec: EngineSpec | None) -> EngineSpec:
     """The engine asked for if it can be used here; the default candidate where none was asked for."""
     from harness.engines.registry import EngineSpec, default_candidate
@@ -231,7 +257,7 @@ def _plan(request: _Request) -> CheckPlan:
     stop_ids = _stop_ids(package) if request.stop_on_eos else ()
     plan_feeds(derivation.topology, inventory)  # raises what cannot be fed, before anything is opened
     candidate, oracle = _usable(request.candidate), _usable(request.oracle)
-    if (candidate.name, dict(candidate.options)) == (oracle.name, dict(oracle.options)):
+    if candidate.name == oracle.name and _settings(candidate) == _settings(oracle):
         raise InputError(
             f"Candidate and oracle are both {candidate.name} with the same options: they would agree "
             "whatever they compute.",
@@ -251,6 +277,13 @@ def _plan(request: _Request) -> CheckPlan:
         max_new_tokens=request.max_new_tokens or (builtin.max_new_tokens if builtin else _DEFAULT_NEW_TOKENS),
         stop_ids=stop_ids,
     )
+
+
+def _settings(spec: EngineSpec) -> Mapping[str, OptionValue]:
+    """Every option with its value, given or default."""
+    from harness.engines.options import complete
+
+    return complete(spec.name, spec.engine.options, spec.options)
 
 
 def _stop_ids(package: Package) -> tuple[int, ...]:

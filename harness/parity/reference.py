@@ -62,8 +62,10 @@ class ReferenceTrace:
 class Reference:
     """Verifies candidates of one graph; opens what it needs when it needs it.
 
-    An oracle without an option `precision` has no second precision to measure by: it runs stepwise, its
-    margins are taken as they are, and nothing is undecided.
+    An oracle without an option `precision` has no second precision to measure by, and one that rounds to
+    the declared types (`rounding=model`) has no spread that says anything: its roundings are meant, and one
+    pass does others than steps do. Both run stepwise, their margins are taken as they are, and nothing is
+    undecided.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class Reference:
         self._model = model
         self._topology = topology
         self._top_k = top_k
-        self._has_precision = "precision" in spec.engine.options
-        self.mode: OracleMode = mode if self._has_precision else "stepwise"
+        self._measures = _no_spread(spec) is None
+        self.mode: OracleMode = mode if self._measures else "stepwise"
         began = time.perf_counter()
         self._session = spec.open(model)
         self.seconds = time.perf_counter() - began
@@ -106,16 +108,15 @@ class Reference:
         """The mode to run in: one-pass where the oracle can measure its own spread.
 
         Raises:
-            InputError: one-pass was asked of an oracle without a second precision.
+            InputError: one-pass was asked of an oracle that cannot.
         """
-        has_precision = "precision" in spec.engine.options
-        if mode == "one-pass" and not has_precision:
+        reason = _no_spread(spec)
+        if mode == "one-pass" and reason is not None:
             raise InputError(
-                f"--oracle-mode one-pass needs an oracle that can measure its own rounding, and {spec.name} "
-                "has no option precision.",
-                next_action="Use --oracle-mode stepwise, or --oracle oracle.",
+                f"--oracle-mode one-pass needs an oracle that can measure its own rounding, and {reason}.",
+                next_action="Use --oracle-mode stepwise, or --oracle oracle without rounding.",
             )
-        return mode or ("one-pass" if has_precision else "stepwise")
+        return mode or ("one-pass" if reason is None else "stepwise")
 
     @property
     def info(self) -> SessionInfo:
@@ -144,7 +145,7 @@ class Reference:
             InvalidRunError: the oracle failed, or its logits hold NaN.
         """
         trace = self._sound(self._logits(self._session, prompt_ids, token_ids, on_step), self._session)
-        if not self._has_precision:
+        if not self._measures:
             return ReferenceTrace(trace, (0.0,) * len(trace.steps), (), self.mode)
         bands = [self._band(self._precision, prompt_ids, token_ids)] * len(trace.steps)
         close = [i for i, step in enumerate(trace.steps) if step.margin <= bands[i]]
@@ -226,6 +227,15 @@ class Reference:
                     next_action="Check the exported weights for overflow; try oracle:precision=float64.",
                 )
         return trace
+
+
+def _no_spread(spec: EngineSpec) -> str | None:
+    """Why an oracle cannot measure its own spread, as a clause; None where it can."""
+    if "precision" not in spec.engine.options:
+        return f"{spec.name} has no option precision"
+    if spec.options.get("rounding") == "model":
+        return f"{spec.name} with rounding=model rounds on purpose, in one pass otherwise than in steps"
+    return None
 
 
 def spread_between(one: Trace, other: Trace) -> float:
