@@ -1,10 +1,10 @@
 """The oracle's proof: the kernels of this model, as planned, give sums that are known, to its precision.
 
-For each kind of node that sums products the smallest node of the model is asked (`known_sums`). A sum of n
-products in floating point, in any order, is off by at most g(n) times the sum of the terms' magnitudes, with
-g(n) = n u / (1 - n u) and u the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms,
+For each kind of node that sums products the smallest node of the model is asked (`harness.oracle.sums`). A
+sum of n products in floating point, in any order, is off by at most g(n) times the sum of their magnitudes,
+with g(n) = n u / (1 - n u) and u the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms,
 section 3.1). What rounds to less than the oracle's precision on the way (activations in eight bits, half
-precision, TF32) is off by a hundred times that and more.
+precision, TF32) is off by many times that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.executor import Body
-from harness.oracle.known_sums import SUMMING, KnownSums, Probe, Site, known_sums
 from harness.oracle.precision import Precision
+from harness.oracle.sums import SUMMING, KnownSums, Probe, Site, known_sums
 
 __all__ = ["NotProbed", "Proof", "ProofEntry", "prove"]
 
@@ -136,9 +136,9 @@ def prove(body: Body, precision: Precision) -> Proof:
     for site, sums in found.smallest.values():
         try:
             entries.append(_entry(site, sums, unit, rng))
-        # What is no fault of precision shows when the graph runs, by the name of the node.
+        # What is no fault of precision shows when the graph runs, too.
         except Exception as error:
-            found.skip(site, f"it could not be asked: {' '.join(str(error).split())}")
+            found.skip(site, _unasked(error))
     passed = all(entry.passed for entry in entries) if entries else None
     return Proof(
         precision=precision.name,
@@ -168,7 +168,12 @@ class _Found:
     skipped: dict[tuple[str, str], NotProbed] = field(default_factory=dict)
 
     def add(self, site: Site) -> None:
-        sums = known_sums(site)
+        try:
+            sums = known_sums(site)
+        # What a node lacks shows when the graph runs, by the name of the node.
+        except Exception as error:
+            self.skip(site, _unasked(error))
+            return
         if sums is None:
             self.skip(site, "no sum is known for it in this configuration")
             return
@@ -179,6 +184,10 @@ class _Found:
     def skip(self, site: Site, reason: str) -> None:
         node = NotProbed(site.node.op_type, site.node.label, reason)
         self.skipped.setdefault((node.operator, reason), node)
+
+
+def _unasked(error: Exception) -> str:
+    return f"it could not be asked: {' '.join(str(error).split()) or type(error).__name__}"
 
 
 def _cost(sums: KnownSums) -> tuple[bool, int]:

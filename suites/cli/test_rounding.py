@@ -74,7 +74,7 @@ def test_what_cannot_be_is_refused(
 
 
 def test_an_oracle_that_rounds_opens_no_second_precision(package: Path) -> None:
-    """Asked for one pass or not: no band is measured, float64 decides nothing for it; its logits are halves."""
+    """Asked for one pass or not: no band, no second precision; its logits are halves."""
     spec = parse_engine("oracle:rounding=model")
     opened: list[Any] = []
 

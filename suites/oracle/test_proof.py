@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 from fixtures.decoders import save_graph
 from fixtures.planted_kernels import LOSSES, plant_kernel
 from harness.engines.oracle import ENGINE
+from harness.errors import EngineFailedError
 from harness.oracle import OracleModel, Proof
 from harness.oracle.matrix import _SHARED_FROM
 
@@ -353,19 +354,28 @@ def test_the_session_gives_plain_data(
     assert (entry["operator"], entry["node"], entry["passed"]) == ("MatMul", "the_node", False)
 
 
-def test_a_malformed_node_fails_by_its_name_when_it_runs(tmp_path: Path) -> None:
-    """The proof is about precision: what a node cannot compute at all it lists, and the run names it."""
+MALFORMED: dict[str, tuple[onnx.NodeProto, dict[str, Any]]] = {
+    "codes of another size": (
+        helper.make_node("MatMulNBits", ["x", "b", "s"], ["y"], domain=CONTRIB, N=8, K=64, block_size=32),
+        {"b": codes(7, 2, 16), "s": weights(8, 2)},
+    ),
+    "a product of one": (helper.make_node("MatMul", ["x"], ["y"]), {}),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_node_is_listed(name: str, tmp_path: Path) -> None:
+    """The proof is about precision: what a node cannot compute at all, the run says, by the node's name."""
+    node, constants = MALFORMED[name]
     path = save_graph(
         tmp_path / "model.onnx",
-        [
-            helper.make_node(
-                "MatMulNBits", ["x", "b", "s"], ["y"], name="bad", domain=CONTRIB, N=8, K=64, block_size=32
-            )
-        ],
+        [node],
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 64])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        {"b": codes(7, 2, 16), "s": weights(8, 2)},
+        constants,
     )
-    assert onnx.load(path).graph.node[0].name == "bad"
-    (node,) = proof_of(path).not_probed
-    assert (node.operator, node.node) == ("MatMulNBits", "bad")
+    model = OracleModel.load(path)
+    (listed,) = model.prove().not_probed
+    assert listed.operator == node.op_type
+    with pytest.raises(EngineFailedError, match=node.op_type):
+        model.run({"x": weights(1, 64)}, ["y"])

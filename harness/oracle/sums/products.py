@@ -1,0 +1,199 @@
+"""Known sums of products: with a weight of any kind, and of two inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.oracle.precision import Array, is_float
+from harness.oracle.sums.probe import BINADES, TERMS, KnownSums, Probe, Site, spread
+
+__all__ = ["blockwise", "gemm", "matmul"]
+
+_LARGE = 1 << 24
+"""Multiplications from which products are cut into tiles and shared; see `harness.oracle.matrix`."""
+
+_MOST_ROWS = 1024
+_MOST_ELEMENTS = 1 << 21
+"""Limits of the inputs with which small weights are made to such products."""
+
+
+def _room(weight: Array, dtype: np.dtype[Any]) -> float:
+    """A power of two by which values of `_spread` must be multiplied so that no sum overflows."""
+    most = float(np.max(np.abs(weight), initial=0.0)) / float(np.finfo(dtype).max) * TERMS * 2.0**BINADES * 4
+    return 2.0 ** -max(0, math.frexp(most)[1]) if math.isfinite(most) else 1.0
+
+
+def _support(depth: int, block: int, rng: np.random.Generator) -> Array:
+    """Which of `depth` features are not zero: half of them in one block, the others in the last one."""
+    first = int(rng.integers(0, max(1, depth // block))) * block
+    spans = [range(first, min(first + block, depth)), range((depth - 1) // block * block, depth)]
+    chosen: set[int] = set()
+    for span in spans:
+        rest = sorted(set(span) - chosen)
+        some = rng.choice(rest, min(len(rest), TERMS // 2), replace=False) if rest else ()
+        chosen.update(int(index) for index in some)
+    return np.array(sorted(chosen))
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """`scale x W^T + bias_scale bias` with a weight that is known.
+
+    Attributes:
+        rows: N.
+        depth: K.
+        dtype: of x.
+        columns: for features j their weights [.., len(j), N], float64.
+        block: neighbours that could share a scale.
+        flat: whether x has just two axes.
+        turned: whether x comes as [K, M].
+        scale: see above.
+        bias: position among the inputs; -1 without.
+        bias_scale: see above.
+    """
+
+    rows: int
+    depth: int
+    dtype: np.dtype[Any]
+    columns: Callable[[Array], Array]
+    block: int = TERMS
+    flat: bool = False
+    turned: bool = False
+    scale: float = 1.0
+    bias: int = -1
+    bias_scale: float = 1.0
+
+    def asked(self, kind: str, site: Site) -> KnownSums | None:
+        """For one row, and for as many as make a large product where the weight is not too small."""
+        bias = site.constants[self.bias] if self.bias >= 0 and site.node.has_input(self.bias) else None
+        if bias is not None and bias.ndim > 1 and bias.shape[0] != 1:
+            return None
+        if not self.rows or not self.depth:
+            return None
+        size = self.rows * self.depth
+        rows = min(max(8, -(-_LARGE // size)), _MOST_ROWS, max(8, _MOST_ELEMENTS // self.depth))
+
+        def probes(rng: np.random.Generator) -> Iterator[Probe]:
+            support = _support(self.depth, self.block, rng)
+            weight = self.columns(support)
+            room = _room(weight, self.dtype)
+            for count in (1, rows):
+                values = spread(rng, (count, len(support)), self.dtype) * self.dtype.type(room)
+                x = np.zeros((count, self.depth), self.dtype)
+                x[:, support] = values
+                exact = values.astype(np.float64)
+                expected = self.scale * (exact @ weight)
+                magnitude = abs(self.scale) * (np.abs(exact) @ np.abs(weight))
+                arguments = site.arguments(x.T if self.turned else x if self.flat else x[None])
+                if bias is not None:
+                    term = self.bias_scale * bias.astype(np.float64)
+                    expected, magnitude = expected + term, magnitude + np.abs(term)
+                elif self.bias >= 0 and site.node.has_input(self.bias):
+                    arguments[self.bias] = np.zeros((1, 1), self.dtype)
+                yield Probe(arguments, expected, magnitude)
+
+        return KnownSums(kind, size, min(self.depth, TERMS), probes)
+
+
+def matmul(site: Site) -> KnownSums | None:
+    """MatMul and FusedMatMul."""
+    node, weight = site.node, site.constants[1]
+    if any(node.integer(f"transBatch{name}", 0) for name in "AB"):
+        return None
+    flips = [bool(node.integer(f"trans{name}", 0)) for name in "AB"]
+    alpha = node.number("alpha", 1.0) if node.op_type == "FusedMatMul" else 1.0
+    if weight is None or site.constants[0] is not None:
+        return _free_product(site, alpha, flips)
+    if not is_float(weight.dtype) or weight.ndim < 2:
+        return None
+    matrix = weight.swapaxes(-1, -2) if flips[1] else weight
+    found = _Weight(
+        rows=matrix.shape[-1],
+        depth=matrix.shape[-2],
+        dtype=node.precision.held(weight.dtype),
+        columns=lambda support: matrix[..., support, :].astype(np.float64),
+        flat=flips[0],
+        turned=flips[0],
+        scale=alpha,
+    )
+    return found.asked(f"{node.op_type}, {weight.dtype.name} weights", site)
+
+
+def _free_product(site: Site, alpha: float, flips: list[bool]) -> KnownSums:
+    """A product of two inputs."""
+    dtype = site.node.precision.dtype
+
+    def probes(rng: np.random.Generator) -> Iterator[Probe]:
+        for count in (1, 8):
+            a, b = spread(rng, (2, count, TERMS), dtype), spread(rng, (2, TERMS, 16), dtype)
+            exact = [x.astype(np.float64) for x in (a, b)]
+            expected = alpha * (exact[0] @ exact[1])
+            magnitude = abs(alpha) * (np.abs(exact[0]) @ np.abs(exact[1]))
+            turned = [x.swapaxes(-1, -2) if flip else x for x, flip in zip((a, b), flips, strict=True)]
+            yield Probe(site.arguments(turned[0], turned[1]), expected, magnitude)
+
+    return KnownSums(f"{site.node.op_type}, both operands computed", 0, TERMS, probes)
+
+
+def gemm(site: Site) -> KnownSums | None:
+    """Gemm with a constant weight."""
+    node, weight = site.node, site.constants[1]
+    if weight is None or not is_float(weight.dtype):
+        return None
+    matrix = weight.T if node.integer("transB", 0) else weight
+    found = _Weight(
+        rows=matrix.shape[1],
+        depth=matrix.shape[0],
+        dtype=node.precision.held(weight.dtype),
+        columns=lambda support: matrix[support].astype(np.float64),
+        flat=True,
+        turned=bool(node.integer("transA", 0)),
+        scale=node.number("alpha", 1.0),
+        bias=2,
+        bias_scale=node.number("beta", 1.0),
+    )
+    return found.asked(f"Gemm, {weight.dtype.name} weights", site)
+
+
+def blockwise(site: Site) -> KnownSums | None:
+    """MatMulNBits: feature j of a row is the code at its bits from j * bits on, lowest first."""
+    node = site.node
+    packed, scales = site.constants[1], site.constants[2]
+    if packed is None or scales is None or site.is_fed(3) or site.is_fed(4):
+        return None
+    zeros, groups = (site.constants[i] if node.has_input(i) else None for i in (3, 4))
+    bits, block, rows = node.integer("bits", 4), node.integer("block_size"), node.integer("N")
+
+    def codes(array: Array, places: Array) -> Array:
+        at = places * bits
+        return (array.reshape(rows, -1)[:, at // 8] >> (at % 8).astype(np.uint8)) & np.uint8(2**bits - 1)
+
+    def columns(support: Array) -> Array:
+        group = support // block if groups is None else groups.reshape(-1)[support].astype(np.int64)
+        if zeros is None:
+            zero: Any = 2.0 ** (bits - 1)
+        elif zeros.dtype == np.uint8:
+            zero = codes(zeros, group).astype(np.float64)
+        else:
+            zero = zeros.reshape(rows, -1)[:, group].astype(np.float64)
+        scale = scales.reshape(rows, -1)[:, group].astype(np.float64)
+        weight: Array = ((codes(packed, support).astype(np.float64) - zero) * scale).T
+        return weight
+
+    level = node.integer("accuracy_level", 0)
+    points = "no" if zeros is None else "packed" if zeros.dtype == np.uint8 else "float"
+    kind = f"MatMulNBits, {bits} bits in blocks of {block}, {points} zero points, accuracy_level {level}"
+    found = _Weight(
+        rows=rows,
+        depth=node.integer("K"),
+        dtype=node.precision.dtype,
+        columns=columns,
+        block=block,
+        bias=5,
+    )
+    return found.asked(kind, site)
