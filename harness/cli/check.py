@@ -143,7 +143,7 @@ def command(
     """Decode PACKAGE on a candidate engine and compare every token with the oracle.
 
     PACKAGE is a model directory, an .onnx file (taken for itself, without sidecars), or a built-in name:
-    demo, smollm2, smollm2-int4. Built-in packages bring their own prompts and length.
+    demo, demo-ops, smollm2, smollm2-int4. Built-in packages bring their own prompts and length.
     """
     with deferred_interrupts():
         from rich.console import Console
