@@ -85,7 +85,7 @@ def confirm(
                 findings.append(_crossed(binding, binding.present, elsewhere))
             continue
         if own.role is not None and _contradicts(binding.role, own.role):
-            findings.append(_otherwise(binding, binding.present, own))
+            findings.append(_otherwise(binding, binding.present, own.role, own.through))
         because = f"{binding.because}; confirmed by dataflow through {own.through}"
         confirmed.append(replace(binding, because=because))
     return confirmed, findings
@@ -106,11 +106,10 @@ def _crossed(binding: CacheBinding, present: Port, reached: tuple[str, ...]) -> 
     )
 
 
-def _otherwise(binding: CacheBinding, present: Port, own: Reached) -> Finding:
-    found = own.role.value if own.role is not None else "something else"
+def _otherwise(binding: CacheBinding, present: Port, found: Role, operator: str) -> Finding:
     return Finding(
         "E_EVIDENCE_CONFLICT",
-        f"By name {quoted(binding.past.name)} is {binding.role.value}, {own.through} takes it as {found}: "
+        f"By name {quoted(binding.past.name)} is {binding.role.value}, {operator} takes it as {found.value}: "
         "declare which is right under model.io.",
         (binding.past.name, present.name),
     )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import runpy
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from fixtures.layouts import interface
 from harness.ports import Port, PortInventory
+from harness.topology import dataflow, exporters
+from harness.topology import interface as interface_rules
 from harness.topology.conventions import Convention, Discipline, PortPair, StemPair, WordSwap
 from harness.topology.exporters import CONVENTIONS
 from harness.topology.resolve import resolve
@@ -127,3 +134,24 @@ def test_the_documentation_has_a_row_for_each_family() -> None:
     table = text.partition("| family |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
     assert rows == [convention.name for convention in CONVENTIONS]
+
+
+def plain(value: Any) -> Any:
+    """A table as plain values: dataclasses of a module that is executed again are other classes."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
+    return [plain(entry) for entry in value] if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(
+    ("module", "table"),
+    [(exporters, "CONVENTIONS"), (dataflow, "CACHE_SLOTS"), (interface_rules, "_RULES")],
+    ids=["conventions", "slots", "names"],
+)
+def test_a_table_is_the_same_whenever_it_is_made(module: ModuleType, table: str) -> None:
+    """Tables are data: executing their module again, at any later time, gives an equal one."""
+    assert module.__file__ is not None
+    again = runpy.run_path(module.__file__, run_name=module.__name__)[table]
+    assert plain(again) == plain(getattr(module, table))

@@ -185,6 +185,20 @@ def test_reading_a_cache_leads_nowhere(tmp_path: Path) -> None:
     assert read_cache_flow(path).reached("nobody") == ()
 
 
+@pytest.mark.parametrize(("attributes", "kept"), [({"num_scan_inputs": 1}, False), ({}, True)])
+def test_what_a_scan_goes_through_piece_by_piece_is_not_kept(
+    tmp_path: Path, attributes: dict[str, int], kept: bool
+) -> None:
+    """The last inputs of a Scan are sequences; only those before them are states, carried to the outputs."""
+    body = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])], "body", [info("x", [4])], [info("y", [4])]
+    )
+    node = helper.make_node("Scan", ["past.0.ssm"], ["present.0.ssm"], body=body, **attributes)
+    path = model(tmp_path / "m.onnx", [node], {"past.0.ssm": STATE}, {"present.0.ssm": STATE})
+    found = [(one.output, one.role, one.through) for one in read_cache_flow(path).reached("past.0.ssm")]
+    assert found == ([("present.0.ssm", Role.STATE, "Scan")] if kept else [])
+
+
 def test_a_function_is_followed_inside(tmp_path: Path) -> None:
     """A model-local function that appends is as good as the Concat in it, also through another function."""
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
@@ -322,7 +336,10 @@ def test_crossed_wires_are_refused_with_both_witnesses(tmp_path: Path) -> None:
     assert refusal is not None
     assert refusal.code == "E_EVIDENCE_CONFLICT"
     assert set(refusal.ports) == {*names, "present.0.key", "present.1.key"}
-    assert "present.1.key" in refusal.message
+    assert refusal.message == (
+        "By name `past_key_values.0.key` goes with `present.0.key`, but the graph feeds it to "
+        "`present.1.key`. Declare which is right under model.io."
+    )
 
 
 def test_keys_in_the_slot_of_values_are_refused(tmp_path: Path) -> None:
@@ -342,7 +359,13 @@ def test_keys_in_the_slot_of_values_are_refused(tmp_path: Path) -> None:
     refusal = derive(path).refusal
     assert refusal is not None
     assert refusal.code == "E_EVIDENCE_CONFLICT"
-    assert "GroupQueryAttention" in refusal.message
+    assert refusal.message == (
+        "By name `past_key_values.0.key` is kv_key, GroupQueryAttention takes it as kv_value: declare which "
+        "is right under model.io."
+    )
+    assert refusal.ports == tuple(
+        f"{side}.0.{kind}" for kind in ("key", "value") for side in ("past_key_values", "present")
+    )
 
 
 def test_a_state_computed_anew_is_not_contradicted(tmp_path: Path) -> None:

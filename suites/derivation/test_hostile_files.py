@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import random
-import tracemalloc
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper
 
+from fixtures.bounded import BoundedProcess, kept_megabytes
 from harness.errors import InputError
 from harness.ports import PortInventory, read_external_files, read_ports
 from harness.topology.dataflow import read_cache_flow
@@ -284,6 +285,13 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(scope="module")
+def bounded() -> Iterator[BoundedProcess]:
+    """A process with all readers."""
+    with BoundedProcess(read_ports, read_external_files, read_cache_flow, kept_megabytes) as process:
+        yield process
+
+
 FLOODS_OF_PORTS = frozenset({"a-flood-of-empty-inputs", "a-flood-of-named-inputs"})
 FOR_DATAFLOW = ("a-flood-of-steps", "a-flood-of-nodes", "deep-graphs", "deep-attributes", "claims-2-gib")
 
@@ -299,21 +307,28 @@ FOR_DATAFLOW = ("a-flood-of-steps", "a-flood-of-nodes", "deep-graphs", "deep-att
     + [pytest.param(name, read_cache_flow, id=f"{name}-read_cache_flow") for name in FOR_DATAFLOW],
 )
 def test_a_hostile_file_costs_no_more_than_its_size_allows(
-    tmp_path: Path, name: str, read: Callable[[Path], object]
+    tmp_path: Path, bounded: BoundedProcess, name: str, read: Callable[[Path], object]
 ) -> None:
     """Lengths that overflow, claims of gigabytes, floods of tiny messages, deep nesting: refused or read.
 
-    Anonymous memory at its peak is at most twice the file plus 10 MB.
+    Anonymous memory grows by at most twice the file plus 10 MB.
     """
     content = HOSTILE[name]
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
-    tracemalloc.start()
-    outcome = attempt(read, path)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak <= 2 * len(content) + 10 * 2**20
-    assert not isinstance(outcome, InputError) or str(path) in outcome.message
+    refused = bounded.call(read, path, limit=2 * len(content) + 10 * 2**20)
+    assert not refused or str(path) in refused
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts anonymous memory towards the limit")
+def test_the_limit_on_memory_bites(tmp_path: Path, bounded: BoundedProcess) -> None:
+    """A reader that keeps twelve small megabytes is found out, one that keeps eight is not."""
+    path = tmp_path / "megabytes"
+    path.write_text("8", encoding="utf-8")
+    assert bounded.call(kept_megabytes, path, limit=10 * 2**20) == ""
+    path.write_text("12", encoding="utf-8")
+    with pytest.raises(MemoryError):
+        bounded.call(kept_megabytes, path, limit=10 * 2**20)
 
 
 @pytest.mark.parametrize(

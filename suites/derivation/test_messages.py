@@ -299,6 +299,52 @@ def documents() -> dict[str, Any]:
     }
 
 
+def written() -> dict[str, Any]:
+    """What is written of some layouts, in each format that can say them."""
+    deepstack = dense(more_in=(Port("deepstack_embeds", "float32", (1, "batch", "s", 64)),))
+    vague = dense(more_in=(Port("token_type_ids", "int64", None),))
+    lengths = dense(more_in=(Port("total_sequence_length", "int64", ()),))
+    embeds = PortInventory(
+        (Port("inputs_embeds", "float16", ("batch", "s", 64)), *without("input_ids").inputs),
+        dense_06b(layers=1).outputs,
+    )
+    encoder = Port("encoder_hidden_states", "float32", ("batch", "e", 64))
+    encoder_mask = Port("encoder_attention_mask", "int64", ("batch", "e"))
+    plain = without(
+        *(f"{side}.0.{kind}" for side in ("past_key_values", "present") for kind in ("key", "value"))
+    )
+    fused = PortInventory(
+        (*plain.inputs, Port("past_0", "float16", (2, "b", 8, "past", 128))),
+        (*plain.outputs, Port("present_0", "float16", (2, "b", 8, "total", 128))),
+    )
+    cases: dict[str, PortInventory] = {
+        "hybrid": hybrid_27b(layers=8),
+        "dense": dense_06b(layers=2),
+        "whisper": whisper_cross_kv(layers=2),
+        "static": static_cache(layers=2),
+        "optional": deepstack,
+        "optional without a shape": vague,
+        "lengths": lengths,
+        "embeddings": embeds,
+        "encoder": dense(more_in=(encoder,)),
+        "encoder with mask": dense(more_in=(encoder, encoder_mask)),
+        "fused": fused,
+    }
+    found: dict[str, Any] = {}
+    for name, inventory in cases.items():
+        for form in ("inference-metadata", "genai-config"):
+            try:
+                found[f"{name}, {form}"] = sidecar_of(inventory, resolved(inventory), form)
+            except InputError as error:
+                found[f"{name}, {form}"] = error.message
+    return found
+
+
+def test_sidecars_are_written_as_committed() -> None:
+    """Every key of both formats, and what is said where a format lacks one."""
+    assert written() == EXPECTED["written"]
+
+
 def test_the_evidence_over_the_corpus_is_as_committed() -> None:
     """Each role with its line of evidence, and how many ports have it."""
     assert evidence() == EXPECTED["evidence"]

@@ -158,27 +158,45 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 class Argument:
     """A port as ONNX Runtime's session reports it."""
 
-    def __init__(self, name: str, kind: str, shape: list[Any]) -> None:
+    def __init__(self, name: str, kind: str, shape: list[Any] | None) -> None:
         self.name, self.type, self.shape = name, kind, shape
 
 
 class Session:
-    """A session with two ports."""
+    """A session with ports of every sort."""
 
     def get_inputs(self) -> list[Argument]:
-        """One tensor of doubles with every sort of axis."""
-        return [Argument("x", "tensor(double)", ["n", None, 3])]
+        """Tensors with every sort of axis, one whose axis is no axis, and one without a shape."""
+        return [
+            Argument("x", "tensor(double)", ["n", None, 3, 2.5]),
+            Argument("h", "tensor(float)", None),
+            Argument("i", "tensor(int64)", []),
+        ]
 
     def get_outputs(self) -> list[Argument]:
-        """A tensor and a sequence."""
-        return [Argument("y", "tensor(float8e4m3fn)", []), Argument("s", "seq(tensor(float))", [])]
+        """A tensor, a sequence, a map and an optional."""
+        return [
+            Argument("y", "tensor(float8e4m3fn)", []),
+            Argument("s", "seq(tensor(float))", []),
+            Argument("m", "map(string,tensor(float))", None),
+            Argument("o", "optional(tensor(float))", None),
+        ]
 
 
 def test_a_session_is_read_by_duck_typing() -> None:
     """Runtime spellings of element types become numpy's."""
     inventory = inventory_from_session(Session())
-    assert inventory.inputs == (Port("x", "float64", ("n", None, 3)),)
-    assert [port.dtype for port in inventory.outputs] == ["float8e4m3fn", "sequence"]
+    assert inventory.inputs == (
+        Port("x", "float64", ("n", None, 3, None)),
+        Port("h", "float32", None),
+        Port("i", "int64", ()),
+    )
+    assert [(port.name, port.dtype) for port in inventory.outputs] == [
+        ("y", "float8e4m3fn"),
+        ("s", "sequence"),
+        ("m", "map"),
+        ("o", "optional"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -198,3 +216,40 @@ def test_a_broken_inventory_is_refused_at_its_place(document: Any, place: str) -
     with pytest.raises(InputError) as error:
         inventory_from_json(document, source="ports.json")
     assert f"ports.json: {place} must be" in error.value.message
+
+
+def test_an_inventory_is_read_as_it_is_written() -> None:
+    """Every field, null or not, in order, on both sides; what is declared comes beside it."""
+    document = {
+        "ports": {
+            "inputs": [
+                {"name": "a", "dtype": "int64", "shape": ["b", 2, None]},
+                {"name": "c", "dtype": None, "shape": []},
+                {"name": "d", "dtype": "float16", "shape": None},
+            ],
+            "outputs": [{"name": "e"}],
+        },
+        "declared": {"token_input": "a"},
+    }
+    inventory, declared = inventory_from_json(document)
+    assert inventory.inputs == (
+        Port("a", "int64", ("b", 2, None)),
+        Port("c", None, ()),
+        Port("d", "float16", None),
+    )
+    assert inventory.outputs == (Port("e", None, None),)
+    assert declared == {"token_input": "a"}
+    assert inventory_from_json({"ports": document["ports"]})[1] is None
+
+
+@pytest.mark.parametrize("read", [read_ports, read_external_files])
+def test_the_error_for_a_broken_model_reads_as_committed(tmp_path: Path, read: Any) -> None:
+    """The file, what is wrong with it, and what to do."""
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"\x3a\x05\x5a")
+    with pytest.raises(InputError) as error:
+        read(path)
+    assert error.value.message.startswith(f"{path} is not a complete ONNX model: ")
+    assert error.value.next_action == (
+        "Export or download the file again; compare its size with the original's."
+    )
