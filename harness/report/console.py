@@ -139,7 +139,26 @@ def _head(document: Mapping[str, Any]) -> Table:
     )
     for role in ("candidate", "oracle"):
         grid.add_row(role, Text(_engine(document[role]), overflow="fold"))
+    proof = document["oracle"]["proof"]
+    if proof is not None:
+        grid.add_row("proof", Text(_proof(proof), overflow="fold"))
     return grid
+
+
+def _proof(proof: Mapping[str, Any]) -> str:
+    if proof["passed"] is None:
+        return f"none: {proof['reason']}"
+    broken = [entry for entry in proof["entries"] if not entry["passed"]]
+    if broken:
+        entry = broken[0]
+        return (
+            f"FAILED: {entry['operator']} {entry['node']}: error {entry['max_error']}, bound {entry['bound']}"
+        )
+    count, open_kinds = len(proof["entries"]), len(proof["not_probed"])
+    kinds = "1 kind of product" if count == 1 else f"{count} kinds of product"
+    return f"{kinds} within {proof['precision']} bounds" + (
+        f", {open_kinds} not probed" if open_kinds else ""
+    )
 
 
 def _short(path: str) -> str:

@@ -28,6 +28,7 @@ model      tiny/model.onnx  sha256 abababababab
 topology   derived: 32 KV inputs, 96 state pairs
 candidate  ort-cpu 1.31.1, threads=2, opt=all, 5 nodes on CPUExecutionProvider
 oracle     oracle 0.1.0, precision=float32, stepwise
+proof      1 kind of product within float32 bounds, 1 not probed
 
 #  prompt         verdict    tokens  parts at  margin
 1  Hello,\\nworld  identical     2/2         -  0.5000

@@ -39,6 +39,8 @@ def _gemm(node: Node) -> Compute:
     alpha, beta = node.number("alpha", 1.0), node.number("beta", 1.0)
     flip_a, flip_b = bool(node.integer("transA", 0)), bool(node.integer("transB", 0))
     constant = node.constant(1)
+    if constant is not None and constant.ndim != 2:
+        raise UnsupportedFeatureError(f"a B of rank {constant.ndim}, where a matrix is due")
     if constant is not None and node.precision.held(constant.dtype).kind == "f":
         weight = DenseMatrix(constant if flip_b else constant.T, node.precision.held(constant.dtype))
         return Projection(ResidentMatrix(weight, node.residency), alpha, flip_a, 2, beta)
