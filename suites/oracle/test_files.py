@@ -216,6 +216,18 @@ def test_all_that_the_oracle_lacks_is_one_error_before_anything_runs(tmp_path: P
     )
 
 
+def test_a_gemm_of_no_matrix_is_named_when_it_is_planned(tmp_path: Path) -> None:
+    """A constant B of rank 1 breaks the operator's rule; onnx's checker does not see it."""
+    node = helper.make_node("Gemm", ["x", "w"], ["y"], name="flat")
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy"]
+    weight = onnx.numpy_helper.from_array(np.ones(4, np.float32), "w")
+    graph = helper.make_graph([node], "g", ports[:1], ports[1:], initializer=[weight])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10), path)
+    with pytest.raises(EngineFailedError, match="Gemm.*B of rank 1.*flat"):
+        OracleModel.load(path)
+
+
 def test_a_version_that_nobody_has_read_is_not_claimed(tmp_path: Path) -> None:
     """Slice had its bounds as attributes before version 10; that form is unsupported, not misread."""
     node = helper.make_node("Slice", ["x"], ["y"], starts=[0], ends=[1], name="old")
