@@ -224,7 +224,7 @@ def test_a_gemm_of_no_matrix_is_named_when_it_is_planned(tmp_path: Path) -> None
     graph = helper.make_graph([node], "g", ports[:1], ports[1:], initializer=[weight])
     path = tmp_path / "m.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10), path)
-    with pytest.raises(EngineFailedError, match="Gemm.*B of rank 1.*flat"):
+    with pytest.raises(EngineFailedError, match=r"Gemm.*B of rank 1.*flat"):
         OracleModel.load(path)
 
 
