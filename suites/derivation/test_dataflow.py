@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from onnx import TensorProto, helper
 
 from fixtures.flows import GROWING, GROWN, STATE, concat, info, model
 from harness.errors import InputError
-from harness.topology.dataflow import read_cache_flow
+from harness.topology.dataflow import CacheFlow, read_cache_flow
 from harness.topology.spec import Role
 
 
@@ -283,3 +284,91 @@ def test_branching_ways_do_not_multiply(tmp_path: Path) -> None:
     nodes.append(helper.make_node("Identity", [value], ["present.0.key"]))
     path = model(tmp_path / "m.onnx", nodes, {"past.0.key": GROWING}, {"present.0.key": GROWN})
     assert [one.output for one in read_cache_flow(path).reached("past.0.key")] == ["present.0.key"]
+
+
+def identity(source: str, target: str) -> onnx.NodeProto:
+    """A node that hands a value on."""
+    return helper.make_node("Identity", [source], [target])
+
+
+def reached(path: Path, nodes: list[onnx.NodeProto]) -> list[tuple[str, str, bool]]:
+    """Where `past.0.key` goes: outputs, through what, and whether as a whole."""
+    path = model(path / "m.onnx", nodes, {"past.0.key": GROWING}, {"present.0.key": GROWN})
+    return [(one.output, one.through, one.whole) for one in read_cache_flow(path).reached("past.0.key")]
+
+
+def test_a_value_that_is_met_twice_hides_no_other(tmp_path: Path) -> None:
+    """The walk goes on with what is left, also after a value that it has seen."""
+    twice = helper.make_node("Concat", ["past.0.key", "past.0.key"], ["twice"], axis=0)
+    nodes = [identity("past.0.key", "present.0.key"), twice]
+    assert reached(tmp_path, nodes) == [("present.0.key", "Identity", True)]
+
+
+def test_the_best_way_to_a_value_counts(tmp_path: Path) -> None:
+    """Where a value is kept as a whole and computed with as well, it is kept."""
+    nodes = [
+        identity("past.0.key", "y"),
+        helper.make_node("Mul", ["past.0.key", "w"], ["z"]),
+        helper.make_node("Concat", ["y", "z"], ["present.0.key"], axis=0),
+    ]
+    assert reached(tmp_path, nodes) == [("present.0.key", "Identity", True)]
+
+
+def test_the_evidence_is_the_operator_that_says_what_it_keeps_or_the_first(tmp_path: Path) -> None:
+    """A cast before an attention operator is not what makes it a cache."""
+    cast = helper.make_node("Cast", ["past.0.key"], ["c"], to=TensorProto.FLOAT16)
+    attend = helper.make_node(
+        "GroupQueryAttention", ["q", "k", "v", "c", "d"], ["y", "p", "o"], domain="com.microsoft"
+    )
+    back = helper.make_node("Cast", ["p"], ["present.0.key"], to=TensorProto.FLOAT)
+    assert reached(tmp_path, [cast, attend, back]) == [("present.0.key", "GroupQueryAttention", True)]
+    append = helper.make_node("Concat", ["c", "new"], ["present.0.key"], axis=0)
+    assert reached(tmp_path, [cast, append]) == [("present.0.key", "Cast", True)]
+
+
+def test_outputs_that_are_left_out_and_weights_lead_nowhere(tmp_path: Path) -> None:
+    """Neither has a value, and no value is not a value that they have in common."""
+    body = helper.make_graph(
+        [identity("s", "t"), identity("go", "on")],
+        "body",
+        [info("i", [], TensorProto.INT64), info("go", [], TensorProto.BOOL), info("s", [4])],
+        [info("on", [], TensorProto.BOOL), info("t", [4])],
+    )
+    nodes = [
+        identity("past.0.key", ""),
+        helper.make_node("Loop", ["trips", "", "weight"], ["present.0.key"], body=body),
+    ]
+    assert reached(tmp_path, nodes) == []
+
+
+def chain(caches: int, length: int, *, joined: bool) -> CacheFlow:
+    """Caches that are handed on many times, each on its own way or all on one."""
+    flow = CacheFlow([f"i{cache}" for cache in range(caches)], [f"o{cache}" for cache in range(caches)])
+    ways = [
+        [flow.define(flow.scope, f"v{cache}.{step}") for step in range(length)] for cache in range(caches)
+    ]
+    for cache in range(caches):
+        way = ways[0] if joined else ways[cache]
+        flow.step(flow.scope[f"i{cache}"], way[0], None, "Identity")
+        if cache == 0 or not joined:
+            for one, next_one in itertools.pairwise(way):
+                flow.step(one, next_one, None, "Identity")
+        flow.step(way[-1], flow.define(flow.scope, f"o{cache}"), None, "Identity")
+    flow.close()
+    return flow
+
+
+def test_long_ways_of_many_caches_are_walked_to_their_ends() -> None:
+    """More steps in all than any fixed bound would allow: what each cache costs is its own."""
+    flow = chain(60, 2_000, joined=False)
+    assert [[one.output for one in flow.reached(f"i{cache}")] for cache in range(60)] == [
+        [f"o{cache}"] for cache in range(60)
+    ]
+
+
+def test_ways_that_meet_in_a_graph_made_for_it_end_in_silence() -> None:
+    """Six hundred caches through one chain of six hundred: twenty times the steps there are, and no more."""
+    flow = chain(600, 600, joined=True)
+    assert len(flow.reached("i0")) == 600
+    assert [flow.reached(f"i{cache}") for cache in range(1, 600)][-1] == ()
+    assert flow.reached("i0") == ()

@@ -15,7 +15,7 @@ from harness.package import open_package
 from harness.ports import read_ports
 from harness.topology.dataflow import read_cache_flow
 from harness.topology.resolve import resolve, resolve_package
-from harness.topology.spec import Outcome, Role
+from harness.topology.spec import Derivation, Outcome, Role
 
 
 def test_names_and_dataflow_that_agree_confirm_each_other(tmp_path: Path) -> None:
@@ -330,3 +330,64 @@ def test_arithmetic_inside_a_function_counts_as_arithmetic(tmp_path: Path) -> No
     )
     assert [one.whole for one in read_cache_flow(path).reached("past.0.conv")] == [False]
     assert derive(path).outcome is Outcome.DERIVED
+
+
+def code(derivation: Derivation) -> str | None:
+    """The leading code, None where it derives."""
+    return None if derivation.refusal is None else derivation.refusal.code
+
+
+def test_a_settled_cache_must_grow_or_have_a_slot_that_says_what_it_is(tmp_path: Path) -> None:
+    """Appending and slicing may keep a state as well: a fixed shape under the name of a key is left open."""
+    fixed = ["batch", 2, 64, 16]
+    past = "past.3.k"
+    path = model(tmp_path / "m.onnx", concat(past, "cat_3"), {past: fixed}, {"cat_3": fixed})
+    assert code(derive(path)) == "E_AMBIGUOUS_STATE_PAIRING"
+    node = helper.make_node(
+        "GroupQueryAttention", ["q", "k", "v", past, "d"], ["y", "cat_3", "o"], domain="com.microsoft"
+    )
+    topology = derive(model(tmp_path / "m.onnx", [node], {past: fixed}, {"cat_3": fixed})).topology
+    assert topology is not None
+    assert [(port.role, port.layer) for port in topology.roles if port.name == past] == [(Role.KV_KEY, 3)]
+
+
+def test_a_settled_output_is_no_longer_free(tmp_path: Path) -> None:
+    """A nameless input may belong to an output with a present name, which is then not without its past."""
+    node = helper.make_node(
+        "GroupQueryAttention", ["q", "k", "v", "a", "b"], ["y", "present.0.key", "c"], domain="com.microsoft"
+    )
+    pasts, presents = {"a": GROWING, "b": GROWING}, {"present.0.key": GROWN, "c": GROWN}
+    topology = derive(model(tmp_path / "m.onnx", [node], pasts, presents)).topology
+    assert topology is not None
+    assert (topology.kv_inputs, topology.kv_outputs) == (("a", "b"), ("present.0.key", "c"))
+
+
+def test_an_input_that_is_not_settled_does_not_keep_others_from_it(tmp_path: Path) -> None:
+    """The first input reaches two outputs, the second one: only the first stays open."""
+    nodes = [
+        *concat("past_key_values_0.0", "cat_1"),
+        helper.make_node("Transpose", ["cat_1"], ["cat_2"]),
+        *concat("past_key_values_0.1", "cat_3"),
+    ]
+    path = model(
+        tmp_path / "m.onnx",
+        nodes,
+        {"past_key_values_0.0": GROWING, "past_key_values_0.1": GROWING},
+        {"cat_1": GROWN, "cat_2": GROWN, "cat_3": GROWN},
+    )
+    refusal = derive(path).refusal
+    assert refusal is not None
+    assert set(refusal.ports) == {"past_key_values_0.0", "cat_1", "cat_2"}
+
+
+def test_both_witnesses_findings_are_told(tmp_path: Path) -> None:
+    """A dispute between names stays one when the dataflow has another thing to say."""
+    path = model(
+        tmp_path / "m.onnx",
+        concat("past_key_values.1.key", "present.0.key"),
+        dict.fromkeys(("past_key_values.0.key", "past.0.key", "past_key_values.1.key"), GROWING),
+        {"present.0.key": GROWN, "present.1.key": GROWN},
+    )
+    refusal = derive(path).refusal
+    assert refusal is not None
+    assert {refusal.code, *refusal.also} >= {"E_AMBIGUOUS_STATE_PAIRING", "E_EVIDENCE_CONFLICT"}
