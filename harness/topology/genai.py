@@ -46,6 +46,8 @@ _CROSS = {
 _FUSED = (("inputs", "past_names"), ("outputs", "present_names"))
 _RECURRENT = (("inputs", "rnn_prev_states"), ("outputs", "rnn_states"))
 _NUMBER = re.compile("[0-9]+")
+_NAME = "genai_config.json"
+_SOURCE = "the package"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,8 @@ def genai_names(config: Mapping[str, Any]) -> GenaiNames:
     four = _templates({field: (place, given(*place)) for field, place in _FOUR.items()}, together=True)
     if four:
         cross = _templates({field: (place, given(*place)) for field, place in _CROSS.items()}, together=False)
-        patterns = IndexedPatterns(**four, **cross).convention(name="genai_config.json", source="the package")
-        pairs += patterns.pairs
+        patterns = IndexedPatterns(**four, **cross).convention(name=_NAME, source=_SOURCE)
+        pairs = list(patterns.pairs)
         stems = patterns.stems
     for (past, present), role in ((_FUSED, Role.KV_FUSED), (_RECURRENT, Role.STATE)):
         names = {side: (place, given(*place)) for side, place in (("past", past), ("present", present))}
@@ -96,7 +98,7 @@ def genai_names(config: Mapping[str, Any]) -> GenaiNames:
             pairs.append(PortPair(found["past"], found["present"], role))
     if not pairs:
         return GenaiNames(single, controls)
-    convention = Convention("genai_config.json", "the package", pairs=tuple(pairs), stems=stems)
+    convention = Convention(_NAME, _SOURCE, pairs=tuple(pairs), stems=stems)
     return GenaiNames(single, controls, convention)
 
 
@@ -139,12 +141,12 @@ def _templates(
     """The templates that are given. `together`: all or none of them must be."""
     found = {field: template for field, (_, template) in given.items() if template is not None}
     if found and together:
-        for field, (place, template) in given.items():
+        for place, template in given.values():
             if template is None:
                 raise misfit(
                     f"model.decoder.{'.'.join(place)}",
                     f"given, as {', '.join(found)} is given",
-                    given[field][1],
+                    None,
                 )
     for field, template in found.items():
         if indexed and template.count(INDEX) != 1:

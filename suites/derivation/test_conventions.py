@@ -15,7 +15,14 @@ from fixtures.layouts import interface
 from harness.ports import Port, PortInventory
 from harness.topology import dataflow, exporters
 from harness.topology import interface as interface_rules
-from harness.topology.conventions import Convention, Discipline, PortPair, StemPair, WordSwap
+from harness.topology.conventions import (
+    Convention,
+    Discipline,
+    IndexedPatterns,
+    PortPair,
+    StemPair,
+    WordSwap,
+)
 from harness.topology.exporters import CONVENTIONS
 from harness.topology.resolve import resolve
 from harness.topology.spec import Role, Topology
@@ -155,3 +162,37 @@ def test_a_table_is_the_same_whenever_it_is_made(module: ModuleType, table: str)
     assert module.__file__ is not None
     again = runpy.run_path(module.__file__, run_name=module.__name__)[table]
     assert plain(again) == plain(getattr(module, table))
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "stems"),
+    [
+        (("past.%d.key", "present.%d.key"), ("past.%d.value", "present.%d.value"), ("past.*", "present.*")),
+        (("past_key_%d", "present_key_%d"), ("past_value_%d", "present_value_%d"), ("past_*", "present_*")),
+        (("key_%d", "present_key_%d"), ("value_%d", "present_value_%d"), None),
+        (("past_key_%d", "key_%d"), ("past_value_%d", "value_%d"), None),
+        (("a%d", "b%d"), ("abc%d", "bcd%d"), ("a*", "b*")),
+        (("%d", "p%d"), ("%d_", "p%d_"), None),
+        (("x%d%d", "y%d"), ("x%d", "y%d"), ("x*", "y*")),
+    ],
+)
+def test_configured_patterns_leave_states_to_their_common_prefix(
+    keys: tuple[str, str], values: tuple[str, str], stems: tuple[str, str] | None
+) -> None:
+    """Up to the layer index; without a common prefix on both sides nothing tells a state."""
+    patterns = IndexedPatterns(keys[0], values[0], keys[1], values[1])
+    found = patterns.convention(name="n", source="s")
+    assert (found.name, found.source) == ("n", "s")
+    assert found.stems == (() if stems is None else (StemPair(*stems),))
+    assert found.pairs == (PortPair(*keys, Role.KV_KEY), PortPair(*values, Role.KV_VALUE))
+
+
+def test_a_cross_pattern_without_its_present_gets_the_one_of_its_prefix() -> None:
+    """Configurations name the past alone, where the encoder gives the present."""
+    patterns = IndexedPatterns(
+        cross_past_key="past_key_values.%d.encoder.key", cross_past_value="cv%d", cross_present_value="cw%d"
+    )
+    assert patterns.convention(name="n", source="s").pairs[2:] == (
+        PortPair("past_key_values.%d.encoder.key", "present.%d.encoder.key", Role.CROSS_KV_KEY),
+        PortPair("cv%d", "cw%d", Role.CROSS_KV_VALUE),
+    )

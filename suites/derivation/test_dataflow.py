@@ -118,9 +118,20 @@ WAYS: dict[str, Callable[[str, str], list[onnx.NodeProto]]] = {
 }
 
 
+SAYS = {
+    "attention": Role.KV_KEY,
+    "grouped-query-attention": Role.KV_KEY,
+    "multi-head-attention": Role.KV_KEY,
+    "linear-attention": Role.STATE,
+    "causal-conv": Role.STATE,
+    "scan": Role.STATE,
+}
+"""What the operator says that the cache is, where it does."""
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_keeping_a_cache_is_followed(tmp_path: Path, way: str) -> None:
-    """Two layers of it, and each past port reaches its own present port and no other."""
+    """Two layers of it, and each past port reaches its own present port and no other; arithmetic shows."""
     names = {f"past.{layer}.key": f"present.{layer}.key" for layer in range(2)}
     nodes = [node for past, present in names.items() for node in WAYS[way](past, present)]
     path = model(
@@ -131,7 +142,101 @@ def test_each_way_of_keeping_a_cache_is_followed(tmp_path: Path, way: str) -> No
     )
     flow = read_cache_flow(path)
     for past, present in names.items():
-        assert [reached.output for reached in flow.reached(past)] == [present]
+        found = [(one.output, one.role, one.whole) for one in flow.reached(past)]
+        assert found == [(present, SAYS.get(way), way != "decayed")]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        (["chosen", "past.0.key", "new"], ["present.0.key"]),
+        (["chosen", "new", "past.0.key"], ["present.0.key"]),
+    ],
+)
+def test_what_is_chosen_by_a_condition_is_kept(tmp_path: Path, inputs: list[str], outputs: list[str]) -> None:
+    """Either branch of a Where may hold the cache."""
+    assert reached(tmp_path, [helper.make_node("Where", inputs, outputs)]) == [
+        ("present.0.key", "Where", True)
+    ]
+
+
+def test_a_condition_is_not_kept_and_neither_is_a_second_operand_of_a_move(tmp_path: Path) -> None:
+    """The condition of a Where chooses; the indices of a Gather point."""
+    assert reached(tmp_path, [helper.make_node("Where", ["past.0.key", "a", "b"], ["present.0.key"])]) == []
+    assert reached(tmp_path, [helper.make_node("Gather", ["a", "past.0.key"], ["present.0.key"])]) == []
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_each_part_of_a_split_is_kept(tmp_path: Path, position: int) -> None:
+    """A cache may be a slice of a larger one."""
+    outputs = ["a", "b", "c"]
+    outputs[position] = "present.0.key"
+    node = helper.make_node("Split", ["past.0.key"], outputs)
+    assert reached(tmp_path, [node]) == [("present.0.key", "Split", True)]
+
+
+def test_an_operator_of_another_domain_is_another_operator(tmp_path: Path) -> None:
+    """What nobody knows keeps nothing, whatever it is called, and its bodies are its own."""
+    body = helper.make_graph([identity("past.0.key", "y")], "body", [], [info("y", [4])])
+    for operator in ("Concat", "Identity", "If"):
+        node = helper.make_node(operator, ["past.0.key"], ["present.0.key"], domain="other", then_branch=body)
+        assert reached(tmp_path, [node]) == []
+
+
+def test_a_loop_that_is_cut_short_is_read(tmp_path: Path) -> None:
+    """Fewer outputs than carried values, or no inputs at all: not valid, and still no exception."""
+    body = helper.make_graph([], "body", [], [])
+    for inputs in ([], ["trips"], ["trips", "", "past.0.key", "past.0.key"]):
+        assert reached(tmp_path, [helper.make_node("Loop", inputs, ["x"], body=body)]) == []
+
+
+def nested(depth: int) -> tuple[onnx.FunctionProto, ...]:
+    """Functions that each call the next and before it a small one; the innermost hands the cache on."""
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
+    functions = []
+    for level in range(depth):
+        small = helper.make_node(f"small{level}", ["c"], ["s"], domain="local")
+        inner = helper.make_node(f"f{level + 1}", ["c"], ["o"], domain="local")
+        last = level == depth - 1
+        body = [small, identity("c", "o") if last else inner]
+        functions.append(helper.make_function("local", f"f{level}", ["c"], ["o"], body, opsets))
+        leaf = helper.make_function("local", f"small{level}", ["c"], ["s"], [identity("c", "s")], opsets)
+        functions += [] if last else [leaf]
+    return tuple(functions)
+
+
+def test_bodies_are_followed_fifty_deep_and_no_deeper(tmp_path: Path) -> None:
+    """Deeper than protobuf reads them; what lies beside does not count as depth."""
+    path = tmp_path / "m.onnx"
+    call = helper.make_node("f0", ["past.0.key"], ["present.0.key"], domain="local")
+    for depth in (49, 50):
+        model(path, [call], {"past.0.key": GROWING}, {"present.0.key": GROWN}, nested(depth))
+        if depth == 49:
+            assert [one.output for one in read_cache_flow(path).reached("past.0.key")] == ["present.0.key"]
+            continue
+        with pytest.raises(InputError) as error:
+            read_cache_flow(path)
+    assert error.value.message == (
+        f"{path} is not a complete ONNX model: graphs and functions nested more than 50 deep."
+    )
+    assert error.value.next_action == (
+        "Export or download the file again; compare its size with the original's."
+    )
+
+
+def test_many_steps_in_few_bytes_are_refused(tmp_path: Path) -> None:
+    """A graph may cost what a graph of its size costs: 26,000 tiny nodes may pass, 36,000 may not."""
+    path = tmp_path / "m.onnx"
+    for count, fits in ((26_000, True), (36_000, False)):
+        nodes = (
+            onnx.NodeProto(op_type="Identity", input=[f"{n:x}"], output=[f"{n + 1:x}"]) for n in range(count)
+        )
+        path.write_bytes(onnx.ModelProto(graph=onnx.GraphProto(node=nodes)).SerializeToString())
+        if fits:
+            assert read_cache_flow(path).reached("0") == ()
+            continue
+        with pytest.raises(InputError, match="more than a model of its size"):
+            read_cache_flow(path)
 
 
 def test_reading_a_cache_leads_nowhere(tmp_path: Path) -> None:

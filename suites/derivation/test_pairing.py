@@ -8,7 +8,8 @@ from fixtures.layouts import dense_06b, interface
 from harness.ports import Port, PortInventory
 from harness.topology.patterns import PatternTable, StemTable, layer_of
 from harness.topology.resolve import resolve
-from harness.topology.spec import Refusal
+from harness.topology.spec import Refusal, Role
+from harness.topology.swaps import cache_role, says_activation, says_attention, tokens, without
 
 GROWING = ("batch", 2, "past", 16)
 GROWN = ("batch", 2, "total", 16)
@@ -162,3 +163,81 @@ def test_missing_partners_on_either_side_are_named(
         [Port(name, "float32", GROWN) for name in ("present.9.key", *presents)],
     )
     assert (found.code, found.ports) == (code, (*pasts, *presents))
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("hidden_out", True),
+        ("features", True),
+        ("states", True),
+        ("hidden_states", True),
+        ("inputs_embeds", True),
+        ("embedding_0", True),
+        ("conv_states", False),
+        ("lstm_hidden", False),
+        ("conv", False),
+        ("mask", False),
+        ("", False),
+    ],
+)
+def test_activations_are_told_by_words_that_no_state_takes_back(name: str, activation: bool) -> None:
+    """Hidden states are handed on by many graphs; an LSTM's are its state."""
+    assert says_activation(name) is activation
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "attention"),
+    [
+        ("past_0_key", "0_key", True),
+        ("past_v_1", "v_1", True),
+        ("past_kv_1", "kv_1", True),
+        ("past_key_values.0.conv", "0.conv", False),
+        ("past_key_conv", "key_conv", False),
+        ("conv_past_key", "key", False),
+        ("past_0", "0", False),
+    ],
+)
+def test_attention_is_told_by_the_open_part_of_a_name(name: str, stem: str, attention: bool) -> None:
+    """Words for keys and values count there; a word for a state anywhere takes them back."""
+    assert says_attention(name, stem) is attention
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("k_cache", Role.KV_KEY),
+        ("past_values", Role.KV_VALUE),
+        ("kv", Role.KV_FUSED),
+        ("k_v", Role.KV_FUSED),
+        ("past_key_values.3.key", Role.KV_KEY),
+        ("past_key_values.3.value", Role.KV_VALUE),
+        ("past_key_values.3", Role.STATE),
+        ("past_key_values", Role.KV_FUSED),
+        ("key_values_k", Role.KV_KEY),
+        ("key_scale", Role.KV_SCALE),
+        ("value_scales", Role.KV_SCALE),
+        ("kv_scale", Role.KV_SCALE),
+        ("cross_k", Role.CROSS_KV_KEY),
+        ("encoder_v", Role.CROSS_KV_VALUE),
+        ("cross_kv", Role.CROSS_KV_KEY),
+        ("cross_k_v", Role.CROSS_KV_KEY),
+        ("key_conv", Role.STATE),
+        ("anything", Role.STATE),
+        ("present_k", Role.KV_KEY),
+    ],
+)
+def test_the_words_of_a_cache_say_what_it_is(name: str, role: Role) -> None:
+    """Keys, values or both, their scales, those of the encoder; a state where nothing says so."""
+    assert cache_role(tokens(name)) is role
+
+
+def test_a_word_is_taken_out_where_it_stands_once() -> None:
+    """Twice or never, and nothing is left to compare."""
+    said = tokens("a_in_0_b")
+    assert said == ("a", "in", "0", "b")
+    assert without(said, "in") == ("a", "0", "b")
+    assert without(said, "") == said
+    assert without(said, "out") == ()
+    assert without((*said, "in"), "in") == ()
+    assert tokens("Key12.Value") == ("key", "12", "value")

@@ -271,88 +271,6 @@ def test_optional_inputs_are_read_in_their_published_form() -> None:
     assert topology(extra, declared=block).optional_inputs == ("bias",)
 
 
-def genai(**names: str) -> Mapping[str, Any]:
-    """A `genai_config.json`; keys that start with present or are logits stand among the outputs."""
-    outputs = {
-        key: value for key, value in names.items() if "present" in key or key in ("logits", "rnn_states")
-    }
-    inputs = {key: value for key, value in names.items() if key not in outputs}
-    return {"model": {"decoder": {"inputs": inputs, "outputs": outputs}}}
-
-
-def test_genai_templates_name_caches_that_no_convention_knows() -> None:
-    """The four templates pair whatever they name, layer by layer, and keys stay keys."""
-    ports = interface(vocab=1000)
-    inventory = PortInventory(
-        (*ports.inputs, Port("mem/0/K", "float32", GROWING), Port("mem/0/V", "float32", GROWING)),
-        (*ports.outputs, Port("mem2/0/K", "float32", GROWN), Port("mem2/0/V", "float32", GROWN)),
-    )
-    assert resolve(inventory).outcome is Outcome.REFUSED
-    config = genai(
-        past_key_names="mem/%d/K",
-        past_value_names="mem/%d/V",
-        present_key_names="mem2/%d/K",
-        present_value_names="mem2/%d/V",
-    )
-    found = topology(inventory, genai_config=config)
-    assert dict(zip(found.kv_inputs, found.kv_outputs, strict=True)) == {
-        "mem/0/K": "mem2/0/K",
-        "mem/0/V": "mem2/0/V",
-    }
-    assert {port.name: port.role for port in found.roles}["mem/0/V"] is Role.KV_VALUE
-
-
-def test_genai_names_of_fused_and_recurrent_caches_are_read() -> None:
-    """`past_names` pair stacked caches, `rnn_prev_states` a recurrent state without an index."""
-    ports = interface(vocab=1000)
-    inventory = PortInventory(
-        (
-            *ports.inputs,
-            Port("h.0", "float32", (2, "batch", 4, "past", 8)),
-            Port("r", "float32", (3, "batch", 8)),
-        ),
-        (
-            *ports.outputs,
-            Port("g.0", "float32", (2, "batch", 4, "total", 8)),
-            Port("q", "float32", (3, "batch", 8)),
-        ),
-    )
-    config = genai(past_names="h.%d", present_names="g.%d", rnn_prev_states="r", rnn_states="q")
-    found = topology(inventory, genai_config=config)
-    assert (found.kv_inputs, found.kv_outputs) == (("h.0",), ("g.0",))
-    assert [(pair.input, pair.output) for pair in found.state_pairs] == [("r", "q")]
-
-
-def test_a_port_that_the_genai_config_names_must_exist() -> None:
-    """Names given one by one are as binding as an `io` block."""
-    found = refusal(dense_06b(layers=1), genai_config=genai(position_ids="positions"))
-    assert (found.code, found.ports) == ("E_DECLARED_PORT_MISSING", ("positions",))
-
-
-@pytest.mark.parametrize(
-    ("config", "place"),
-    [
-        ({"model": []}, "model"),
-        (genai(past_key_names="past.%d.key"), "model.decoder.inputs.past_value_names"),
-        (
-            genai(
-                past_key_names="past.key",
-                past_value_names="past.%d.value",
-                present_key_names="present.%d.key",
-                present_value_names="present.%d.value",
-            ),
-            "model.decoder.inputs.past_key_names",
-        ),
-        (genai(past_names="past_%d"), "model.decoder.outputs.present_names"),
-    ],
-)
-def test_a_malformed_genai_config_is_bad_input_at_its_place(config: Mapping[str, Any], place: str) -> None:
-    """Half a set of templates, or a template without its index, names nothing."""
-    with pytest.raises(InputError) as error:
-        resolve(dense_06b(layers=1), genai_config=config)
-    assert error.value.message.startswith(f"{place} must be")
-
-
 WORKFLOW: Mapping[str, Any] = {
     "pipeline": {
         "workflow": {
@@ -467,3 +385,37 @@ def test_a_workflow_with_two_decoders_needs_the_graph_to_choose() -> None:
 def test_a_workflow_without_decoder_declares_nothing() -> None:
     """A package of encoders has no decoder ports to declare."""
     assert declared_io_of({"pipeline": {"workflow": {"components": {"e": {"ports": {"roles": {}}}}}}}) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "past", "role"),
+    [
+        ("kv", "k0", Role.KV_KEY),
+        ("kv", "mem_k", Role.KV_KEY),
+        ("kv", "mem_value", Role.KV_VALUE),
+        ("kv", "cross_k", Role.KV_FUSED),
+        ("kv", "mem", Role.KV_FUSED),
+        ("cross_kv", "mem_value", Role.CROSS_KV_VALUE),
+        ("cross_kv", "enc_v", Role.CROSS_KV_VALUE),
+        ("cross_kv", "enc_k", Role.CROSS_KV_KEY),
+        ("cross_kv", "mem", Role.CROSS_KV_KEY),
+        ("cross_kv", "past_key_values.0.value", Role.CROSS_KV_VALUE),
+        ("kv", "past_key_values.0.encoder.value", Role.KV_FUSED),
+    ],
+)
+def test_a_declared_cache_is_keys_or_values_as_its_name_says(field: str, past: str, role: Role) -> None:
+    """The block says that it is a cache and of which attention; its own name says the rest, where it does."""
+    present = past.replace("past_key_values", "present") if "past" in past else f"{past}_next"
+    ports = interface(vocab=1000)
+    inventory = PortInventory(
+        (*ports.inputs, Port(past, "float32", GROWING), Port("past_key_values.7.key", "float32", GROWING)),
+        (*ports.outputs, Port(present, "float32", GROWN), Port("present.7.key", "float32", GROWN)),
+    )
+    block = {f"{field}_inputs": [past], f"{field}_outputs": [present]}
+    if field == "kv":
+        block = {
+            "kv_inputs": [past, "past_key_values.7.key"],
+            "kv_outputs": [present, "present.7.key"],
+        }
+    roles = {port.name: port.role for port in topology(inventory, declared=block).roles}
+    assert (roles[past], roles[present]) == (role, role)
