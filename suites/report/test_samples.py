@@ -25,7 +25,7 @@ def read(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.parent.name)
 def test_a_sample_is_consistent_in_itself(path: Path) -> None:
-    """Schema, hashes, verdicts and exit status agree: nothing was edited by hand, and no path of a machine."""
+    """Schema, hashes, verdicts and exit status agree: no hand edited it, and no machine shows."""
     document = read(path)
     jsonschema.validate(document, SCHEMA)
     verdicts = []
