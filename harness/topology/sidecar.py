@@ -102,7 +102,7 @@ def declared_io_of(
         return mapping(model["io"], "model.io")
     pipeline = section(metadata, "pipeline", "pipeline")
     workflow = section(pipeline, "workflow", "pipeline.workflow")
-    return io_of_workflow(workflow, graph=graph) if workflow else None
+    return io_of_workflow(workflow, graph=graph)
 
 
 def read_io_block(block: Mapping[str, Any]) -> DeclaredIo:

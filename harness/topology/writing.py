@@ -70,9 +70,8 @@ def differing(topology: Topology, again: Derivation) -> list[str]:
     """Names of ports that `again` places otherwise than `topology` does; empty where they agree."""
     wanted = _signature(topology)
     if again.topology is None:
-        return (
-            list(again.refusal.ports) if again.refusal is not None and again.refusal.ports else ["every port"]
-        )
+        named = again.refusal.ports if again.refusal is not None else ()
+        return list(named) or [name for _, name in wanted]
     got = _signature(again.topology)
     return [name for (direction, name), what in wanted.items() if got.get((direction, name)) != what]
 

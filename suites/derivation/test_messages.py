@@ -22,8 +22,8 @@ from harness.errors import InputError
 from harness.ports import Port, PortInventory, inventory_from_json
 from harness.topology.resolve import resolve
 from harness.topology.sidecar import declared_io_of, derivation_document
-from harness.topology.spec import Derivation
-from harness.topology.writing import sidecar_of
+from harness.topology.spec import Derivation, Outcome, Refusal
+from harness.topology.writing import differing, sidecar_of
 
 EXPECTED = json.loads((Path(__file__).parent / "expected" / "messages.json").read_text(encoding="utf-8"))
 CORPUS = recorded_layouts() + recorded_reports()
@@ -242,6 +242,7 @@ INPUT_ERRORS: Mapping[str, Callable[[], object]] = {
     "inventory outputs": lambda: inventory_from_json({"ports": {"inputs": [], "outputs": 1}}),
     "inventory item": lambda: inventory_from_json({"ports": {"inputs": [1], "outputs": []}}),
     "inventory name": lambda: inventory_from_json({"ports": {"inputs": [{}], "outputs": []}}),
+    "inventory name type": lambda: inventory_from_json({"ports": {"inputs": [{"name": 5}], "outputs": []}}),
     "inventory dtype": lambda: inventory_from_json(
         {"ports": {"inputs": [{"name": "x", "dtype": 1}], "outputs": []}}
     ),
@@ -303,6 +304,7 @@ def written() -> dict[str, Any]:
     """What is written of some layouts, in each format that can say them."""
     deepstack = dense(more_in=(Port("deepstack_embeds", "float32", (1, "batch", "s", 64)),))
     vague = dense(more_in=(Port("token_type_ids", "int64", None),))
+    half_vague = dense(more_in=(Port("token_type_ids", "int64", ("b", None)),))
     lengths = dense(more_in=(Port("total_sequence_length", "int64", ()),))
     embeds = PortInventory(
         (Port("inputs_embeds", "float16", ("batch", "s", 64)), *without("input_ids").inputs),
@@ -324,13 +326,16 @@ def written() -> dict[str, Any]:
         "static": static_cache(layers=2),
         "optional": deepstack,
         "optional without a shape": vague,
+        "optional without an extent": half_vague,
         "lengths": lengths,
+        "switch": dense(more_in=(Port("use_cache_branch", "bool", (1,)),)),
         "embeddings": embeds,
         "encoder": dense(more_in=(encoder,)),
         "encoder with mask": dense(more_in=(encoder, encoder_mask)),
         "fused": fused,
     }
-    found: dict[str, Any] = {}
+    declared = resolved(odd_names(), declared=ODD_BLOCK)
+    found: dict[str, Any] = {"declared": sidecar_of(odd_names(), declared, "inference-metadata")}
     for name, inventory in cases.items():
         for form in ("inference-metadata", "genai-config"):
             try:
@@ -370,3 +375,19 @@ def test_an_input_error_reads_as_committed(name: str) -> None:
 def test_documents_read_as_committed() -> None:
     """Every field of the document of a derivation, with each port's evidence."""
     assert documents() == EXPECTED["documents"]
+
+
+def test_what_reads_back_otherwise_is_named() -> None:
+    """The ports of a refusal, or every port where it names none; else those that come out otherwise."""
+    wanted = resolved(dense_06b(layers=1))
+    names = [port.name for port in wanted.roles]
+    assert differing(wanted, resolve(dense_06b(layers=1))) == []
+    assert differing(wanted, Derivation(Outcome.REFUSED, refusal=Refusal("E", "m", ("a", "b")))) == ["a", "b"]
+    assert differing(wanted, Derivation(Outcome.REFUSED, refusal=Refusal("E", "m"))) == names
+    assert differing(wanted, Derivation(Outcome.REFUSED)) == names
+    swapped = {"present.0.key": "present.0.value", "present.0.value": "present.0.key"}
+    block = {"kv_inputs": list(wanted.kv_inputs), "kv_outputs": [swapped[name] for name in wanted.kv_outputs]}
+    assert differing(wanted, resolve(dense_06b(layers=1), declared=block)) == [
+        *wanted.kv_inputs,
+        *wanted.kv_outputs,
+    ]

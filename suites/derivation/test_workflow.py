@@ -42,6 +42,7 @@ def workflow() -> dict[str, Any]:
                         "l": "logits",
                         "x": "something else",
                         "y": 3,
+                        "z": ["token_ids"],
                     }
                 },
             },
@@ -79,11 +80,20 @@ def workflow() -> dict[str, Any]:
                     },
                     "conv": {
                         "kind": "recurrent",
-                        "ports": {"decoder": {"b": cell("c2", "d2"), "a": cell("c1", "d1")}},
+                        "ports": {
+                            "decoder": {"b": cell("c2", "d2", layer=0), "a": cell("c1", "d1", layer=0)}
+                        },
                     },
                     "ssm": {
                         "kind": "recurrent",
-                        "ports": {"decoder": {"a": cell("s1", "t1"), "b": cell("s2", None)}},
+                        "ports": {
+                            "decoder": {
+                                "c": cell("s3", "t3", layer=2, role="conv"),
+                                "d": cell("s4", "t4", layer=2),
+                                "a": cell("s1", "t1", layer=1),
+                                "b": cell("s2", None),
+                            }
+                        },
                     },
                     "scatter": {
                         "kind": "full_attention",
@@ -124,6 +134,8 @@ def test_every_kind_of_group_is_read() -> None:
             {"input": "c2", "output": "d2"},
             {"input": "c1", "output": "d1"},
             {"input": "s1", "output": "t1"},
+            {"input": "s4", "output": "t4"},
+            {"input": "s3", "output": "t3"},
         ],
         "static_cache": {
             "write_indices_input": "where",
@@ -205,6 +217,35 @@ def test_what_is_malformed_is_named_by_its_place(place: str) -> None:
     if place.endswith("kv_length_ports.decoder"):
         what = "a port name"
     assert error.value.message == f"pipeline.workflow.{place} must be {what}, not {value}."
+
+
+def test_a_port_without_a_name_is_named_by_its_place() -> None:
+    """The key of the roles is the port."""
+    metadata = {
+        "pipeline": {"workflow": spoilt("components", "decoder", "ports", "roles", value={"": "logits"})()}
+    }
+    with pytest.raises(InputError) as error:
+        declared_io_of(metadata)
+    assert error.value.message == (
+        "pipeline.workflow.components.decoder.ports.roles must be a port name, not ''."
+    )
+
+
+@pytest.mark.parametrize(
+    ("roles", "declares"),
+    [
+        ({"t": "token_ids", "l": "logits"}, True),
+        ({"e": "inputs_embeds", "l": "logits"}, True),
+        ({"t": "token_ids"}, False),
+        ({"e": "inputs_embeds"}, False),
+        ({"l": "logits"}, False),
+        ({"l": "logits", "m": "attention_mask"}, False),
+    ],
+)
+def test_a_decoder_has_logits_and_something_to_drive_it(roles: dict[str, str], declares: bool) -> None:
+    """Tokens or embeddings in, logits out; any other component declares nothing about a decoder."""
+    metadata = {"pipeline": {"workflow": {"components": {"c": {"ports": {"roles": roles}}}}}}
+    assert (declared_io_of(metadata) is not None) is declares
 
 
 def test_two_ports_of_one_role_are_refused() -> None:
