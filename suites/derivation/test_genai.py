@@ -12,9 +12,9 @@ from fixtures.odd_names import GROWING, GROWN
 from harness.errors import InputError
 from harness.ports import Port, PortInventory
 from harness.topology.conventions import Convention, PortPair, StemPair
-from harness.topology.genai import genai_names
+from harness.topology.genai import genai_config_of, genai_names
 from harness.topology.resolve import resolve
-from harness.topology.spec import Outcome, Refusal, Role, Topology
+from harness.topology.spec import Outcome, PortRole, Refusal, Role, Topology
 
 
 def topology(inventory: PortInventory, **options: Any) -> Topology:
@@ -170,3 +170,24 @@ def test_every_key_of_a_genai_config_is_read() -> None:
     assert (plain.single, plain.controls, plain.convention) == ({}, ("g",), None)
     nothing = genai_names({})
     assert (nothing.single, nothing.controls, nothing.convention) == ({}, (), None)
+
+
+@pytest.mark.parametrize(
+    ("names", "template"),
+    [
+        ({0: "v2.0.key"}, "v2.%d.key"),
+        ({0: "m0.0.k", 1: "m0.1.k"}, "m0.%d.k"),
+        ({3: "a.3.k", 4: "a.4.k"}, "a.%d.k"),
+        ({0: "a.0.k", 1: "b.1.k"}, None),
+        ({0: "m0.0.k"}, None),
+        ({7: "a.k"}, None),
+        ({None: "a.0.k"}, None),
+    ],
+)
+def test_a_template_is_what_names_have_in_common_but_for_the_layer(
+    names: Mapping[int | None, str], template: str | None
+) -> None:
+    """The layer's own number becomes `%d`, other numbers stay; without one template nothing is written."""
+    roles = tuple(PortRole(name, "input", Role.KV_KEY, "", layer=layer) for layer, name in names.items())
+    inputs = genai_config_of(Topology(roles=roles))["model"]["decoder"]["inputs"]
+    assert inputs.get("past_key_names") == template

@@ -131,6 +131,17 @@ REFUSALS: Mapping[str, Callable[[], Derivation]] = {
             (*without("present.0.key").outputs, Port("cat_17", "float16", ("batch", 8, "total", 128))),
         )
     ),
+    "past alone, outputs of other sorts": asked(
+        PortInventory(
+            dense_06b(layers=1).inputs,
+            (
+                *without("present.0.key").outputs,
+                Port("cat_17", "float16", ("batch", "total")),
+                Port("cat_18", "float32", ("batch", 8, "total", 128)),
+                Port("cat_19", "float16", None),
+            ),
+        )
+    ),
     "present alone": asked(without("past_key_values.0.key")),
     "layers apart": asked(dense(more_in=floats("past_key_values.7.key"), more_out=floats("present.8.key"))),
     "two presents": asked(
@@ -219,6 +230,17 @@ INPUT_ERRORS: Mapping[str, Callable[[], object]] = {
         dense_06b(layers=1), genai_config={"model": {"decoder": {"inputs": {"input_ids": 1}}}}
     ),
     "genai half": asked(dense_06b(layers=1), genai_config={"model": {"decoder": {"inputs": GENAI_INPUTS}}}),
+    "genai three of four": asked(
+        dense_06b(layers=1),
+        genai_config={
+            "model": {
+                "decoder": {
+                    "inputs": {**GENAI_INPUTS, "past_value_names": "past_key_values.%d.value"},
+                    "outputs": {"present_key_names": "present.%d.key"},
+                }
+            }
+        },
+    ),
     "genai no index": asked(
         dense_06b(layers=1),
         genai_config={
