@@ -444,6 +444,14 @@ def test_outputs_that_are_left_out_and_weights_lead_nowhere(tmp_path: Path) -> N
         helper.make_node("Loop", ["trips", "", "weight"], ["present.0.key"], body=body),
     ]
     assert reached(tmp_path, nodes) == []
+    assert reached(tmp_path, [identity("past.0.key", ""), identity("", "present.0.key")]) == []
+
+
+@pytest.mark.parametrize("inputs", [["q", "k", "v"], ["q", "k", "v", "past.0.key"]])
+def test_an_operator_without_its_optional_ports_is_read(tmp_path: Path, inputs: list[str]) -> None:
+    """Attention has no cache where its slots are left out."""
+    node = helper.make_node("GroupQueryAttention", inputs, ["y"], domain="com.microsoft")
+    assert reached(tmp_path, [node]) == []
 
 
 def chain(caches: int, length: int, *, joined: bool) -> CacheFlow:

@@ -124,6 +124,10 @@ REFUSALS: Mapping[str, Callable[[], Derivation]] = {
         PortInventory((Port("input_ids", "int64", ("b", "s")),), (Port("logits", "float32", ("b", "s", 9)),))
     ),
     "declined": asked(dense_06b(layers=1), gate="recurrent-only"),
+    "declined, one integer": asked(
+        PortInventory((Port("t", "int64", ("b", "s")),), dense_06b(layers=1).outputs), gate="recurrent-only"
+    ),
+    "declined, no integer": asked(PortInventory((), dense_06b(layers=1).outputs), gate="recurrent-only"),
     "past alone": asked(without("present.0.key")),
     "past alone, candidates": asked(
         PortInventory(

@@ -405,7 +405,7 @@ def test_a_workflow_without_decoder_declares_nothing() -> None:
 )
 def test_a_declared_cache_is_keys_or_values_as_its_name_says(field: str, past: str, role: Role) -> None:
     """The block says that it is a cache and of which attention; its own name says the rest, where it does."""
-    present = past.replace("past_key_values", "present") if "past" in past else f"{past}_next"
+    present = past.replace("past_key_values", "present") if "past" in past else "zz"
     ports = interface(vocab=1000)
     inventory = PortInventory(
         (*ports.inputs, Port(past, "float32", GROWING), Port("past_key_values.7.key", "float32", GROWING)),
