@@ -269,6 +269,8 @@ def test_optional_inputs_are_read_in_their_published_form() -> None:
     assert refusal(extra).code == "E_UNKNOWN_INPUT"
     block = {"optional_inputs": {"bias": {"presence": "bias", "absent": {"kind": "zeros", "shape": [1, 8]}}}}
     assert topology(extra, declared=block).optional_inputs == ("bias",)
+    for silent in ({}, {"absent": {}}, {"absent": None}):
+        assert topology(extra, declared={"optional_inputs": {"bias": silent}}).optional_inputs == ("bias",)
 
 
 WORKFLOW: Mapping[str, Any] = {
