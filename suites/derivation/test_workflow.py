@@ -88,7 +88,7 @@ def workflow() -> dict[str, Any]:
                         "kind": "recurrent",
                         "ports": {
                             "decoder": {
-                                "c": cell("s3", "t3", layer=2, role="conv"),
+                                "c": cell("s3", "t3", layer=2, role="A"),
                                 "d": cell("s4", "t4", layer=2),
                                 "a": cell("s1", "t1", layer=1),
                                 "b": cell("s2", None),
