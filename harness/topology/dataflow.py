@@ -97,7 +97,9 @@ class CacheFlow:
     """The cache-keeping steps of one graph, and what its inputs reach through them."""
 
     def __init__(self, inputs: Iterable[str], outputs: Iterable[str]) -> None:
-        self._steps: dict[int, list[_Step]] = {}
+        # Most values are kept once: a list for each would take as much memory as all the rest.
+        self._first: dict[int, _Step] = {}
+        self._further: dict[int, list[_Step]] = {}
         self._count = 0
         self._wanted = tuple(outputs)
         self._outputs: dict[int, str] = {}
@@ -116,7 +118,9 @@ class CacheFlow:
     ) -> None:
         """Note that the value `source` is kept in `target`; `whole` as in `Reached`."""
         if source is not None and target is not None:
-            self._steps.setdefault(source, []).append((target, role, through, whole))
+            step = (target, role, through, whole)
+            if self._first.setdefault(source, step) is not step:
+                self._further.setdefault(source, []).append(step)
             self._patience += 1
 
     def close(self) -> None:
@@ -144,7 +148,9 @@ class CacheFlow:
             output = self._outputs.get(value)
             if output is not None and value != start:
                 found.setdefault(output, Reached(output, role, through, intact))
-            for target, its_role, operator, step_is_whole in self._steps.get(value, ()):
+            first = self._first.get(value)
+            steps = () if first is None else (first, *self._further.get(value, ()))
+            for target, its_role, operator, step_is_whole in steps:
                 self._patience -= 1
                 if target not in seen:
                     tells = its_role is not None or not through

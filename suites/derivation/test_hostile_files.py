@@ -304,18 +304,7 @@ FOR_DATAFLOW = ("a-flood-of-steps", "a-flood-of-nodes", "deep-graphs", "deep-att
         for read in (read_ports, read_external_files)
         if read is read_ports or name not in FLOODS_OF_PORTS
     ]
-    + [
-        pytest.param(
-            name,
-            read_cache_flow,
-            id=f"{name}-read_cache_flow",
-            # An open defect: a chain of 40,000 steps needs about the whole bound, and in some runs more.
-            marks=pytest.mark.xfail(strict=False, reason="dataflow over a chain is at its memory bound")
-            if name == "a-flood-of-steps"
-            else (),
-        )
-        for name in FOR_DATAFLOW
-    ],
+    + [pytest.param(name, read_cache_flow, id=f"{name}-read_cache_flow") for name in FOR_DATAFLOW],
 )
 def test_a_hostile_file_costs_no_more_than_its_size_allows(
     tmp_path: Path, bounded: BoundedProcess, name: str, read: Callable[[Path], object]
