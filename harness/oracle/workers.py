@@ -43,7 +43,11 @@ def worker_count() -> int:
 
 
 class Claims:
-    """The numbers 0 to `jobs - 1`, each handed out once, to whichever worker asks next."""
+    """The numbers 0 to `jobs - 1`, each handed out once, to whichever worker asks next.
+
+    Whether a number is handed out is decided in the same breath as which one: a worker that has a number
+    keeps it, even if the others find nothing left, and stop, before it goes on.
+    """
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
@@ -55,14 +59,15 @@ class Claims:
         while True:
             with self._lock:
                 job = self._next
+                if job >= self._jobs:
+                    return
                 self._next += 1
-            if job >= self._jobs:
-                return
             yield job
 
     def stop(self) -> None:
         """Hand out nothing more."""
-        self._jobs = 0
+        with self._lock:
+            self._jobs = self._next
 
 
 def share(jobs: int, work: Callable[[Claims], None]) -> None:

@@ -175,6 +175,36 @@ def test_each_job_is_done_once(count: int) -> None:
     assert set(inner) <= {1}
 
 
+class StoppedOnRelease:
+    """A lock behind whose first release another worker finds nothing left, and stops all."""
+
+    claims: workers.Claims | None = None
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        claims, self.claims = self.claims, None
+        if claims is not None:
+            claims.stop()
+
+
+def test_a_claimed_job_is_done_whenever_the_others_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that was claimed and left is memory that nobody wrote, and so are all logits behind it.
+
+    A worker that is not scheduled for a while stands just there: it has its number, and the others, who
+    find nothing left, are done.
+    """
+    lock = StoppedOnRelease()
+    monkeypatch.setattr(workers.threading, "Lock", lambda: lock)
+    claims = lock.claims = workers.Claims(5)
+    assert list(claims) == [0]
+
+
 def test_settings_of_the_caller_hold_in_every_worker() -> None:
     """`np.errstate` is one: a helper that warned of an overflow would fail a strict suite."""
     seen: list[str] = []
