@@ -103,8 +103,8 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
 @click.option(
     "--oracle-mode",
     type=click.Choice(["one-pass", "stepwise"]),
-    help="A run for each token, or one forward pass over prompt and tokens (faster, on trial). "
-    "[default: stepwise]",
+    help="One forward pass over prompt and tokens, or a run for each token. [default: one-pass where the "
+    "oracle can measure its own rounding]",
 )
 @click.option(
     "--rounding",

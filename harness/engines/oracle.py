@@ -185,7 +185,7 @@ class OracleEngine:
                 "rounding": Choice(
                     "none: narrowing casts are dropped; model: values keep their declared types", _ROUNDINGS
                 ),
-                "threads": Count("workers that share large products; 0: one a processor", default=1),
+                "threads": Count("workers that share large products; 0: one a processor", default=0),
             }
         )
     )

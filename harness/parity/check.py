@@ -78,7 +78,7 @@ class CheckPlan:
     oracle: EngineSpec
     prompts: Sequence[Prompt]
     max_new_tokens: int
-    oracle_mode: OracleMode = "stepwise"
+    oracle_mode: OracleMode = "one-pass"
     stop_ids: tuple[int, ...] = ()
 
 

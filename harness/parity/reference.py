@@ -105,7 +105,7 @@ class Reference:
 
     @staticmethod
     def check_mode(spec: EngineSpec, mode: OracleMode | None) -> OracleMode:
-        """The mode to run in: stepwise unless one-pass is asked for.
+        """The mode to run in: one-pass where the oracle can measure its own spread.
 
         Raises:
             InputError: one-pass was asked of an oracle that cannot.
@@ -116,7 +116,7 @@ class Reference:
                 f"--oracle-mode one-pass needs an oracle that can measure its own rounding, and {reason}.",
                 next_action="Use --oracle-mode stepwise, or --oracle oracle without rounding.",
             )
-        return mode or "stepwise"
+        return mode or ("one-pass" if reason is None else "stepwise")
 
     @property
     def info(self) -> SessionInfo:

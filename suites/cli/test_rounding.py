@@ -49,7 +49,7 @@ def test_rounding_none_is_the_default(package: Path, capsys: pytest.CaptureFixtu
     documents = [check(package, capsys, *options)[1] for options in ((), ("--rounding", "none"))]
     oracles = [document["oracle"] for document in documents]
     assert [oracle["settings"]["rounding"] for oracle in oracles] == ["none", "none"]
-    assert [oracle["mode"] for oracle in oracles] == ["stepwise", "stepwise"]
+    assert [oracle["mode"] for oracle in oracles] == ["one-pass", "one-pass"]
     assert [oracle["proof"]["passed"] for oracle in oracles] == [True, True]
     assert documents[0]["prompts"][0]["min_margin"] == documents[1]["prompts"][0]["min_margin"]
 

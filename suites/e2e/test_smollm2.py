@@ -19,7 +19,7 @@ from fixtures.rewrites import rewrite_accuracy_level
 from fixtures.sessions import open_session
 from fixtures.smollm2 import fetched_smollm2_path
 from fixtures.smollm2_reference import int4_reference
-from harness.decode.loop import forced_decode, greedy_decode
+from harness.decode.loop import greedy_decode, one_pass_decode
 from harness.decode.prompts import encode_prompt
 from harness.decode.trace import Trace
 from harness.engines.base import Session
@@ -68,9 +68,11 @@ def session(engine: str, folder: Path) -> Session:
 
 @cache
 def oracle_trace(folder: Path, prompt: str, token_ids: tuple[int, ...]) -> Trace:
-    """The oracle along these tokens, step by step; engines that agree with each other share it."""
+    """The oracle along these tokens, in one pass; engines that agree with each other share it."""
     ids = encode_prompt(folder, prompt)
-    return forced_decode(session("oracle", folder), topology(folder), ids, token_ids)
+    trace = one_pass_decode(session("oracle", folder), topology(folder), ids, token_ids)
+    assert trace is not None
+    return trace
 
 
 def compare(engine: str, folder: Path, prompt: str) -> tuple[TokenComparison, Trace]:
