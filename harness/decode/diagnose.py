@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.decode.feeds import plan_feeds
+from harness.decode.feeds import ExtraFeeds, plan_feeds
 from harness.engines.base import DiagnosingSession, Session
 from harness.errors import EngineFailedError
 from harness.topology.spec import Topology
@@ -12,7 +12,9 @@ from harness.topology.spec import Topology
 __all__ = ["first_non_finite"]
 
 
-def first_non_finite(session: Session, topology: Topology, token_ids: Sequence[int]) -> str | None:
+def first_non_finite(
+    session: Session, topology: Topology, token_ids: Sequence[int], *, extra: ExtraFeeds | None = None
+) -> str | None:
     """Operator and node that first made logits infinite or NaN, in one pass over `token_ids`.
 
     None where the session cannot tell, where one pass fails, or where its logits are finite: those of
@@ -22,14 +24,15 @@ def first_non_finite(session: Session, topology: Topology, token_ids: Sequence[i
         session: what ran.
         topology: the role of every port.
         token_ids: at least one.
+        extra: values of inputs that the loop has none for.
 
     Raises:
         NotDrivableError: the loop cannot feed this graph.
     """
     if not isinstance(session, DiagnosingSession):
         return None
-    plan = plan_feeds(topology, session.inventory)
-    feeds = plan.start(session) | plan.inputs(session, token_ids, past=0)
+    plan = plan_feeds(topology, session.inventory, extra=extra)
+    feeds = plan.constants(session) | plan.start(session) | plan.inputs(session, token_ids, past=0)
     try:
         return session.first_non_finite(feeds, (plan.logits,))
     except EngineFailedError:

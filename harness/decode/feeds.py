@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from harness.decode.caches import (
     CacheStrategy,
@@ -19,7 +19,13 @@ from harness.errors import NotDrivableError
 from harness.ports import Dimension, Port, PortInventory
 from harness.topology.spec import Role, Topology
 
-__all__ = ["FeedPlan", "plan_feeds"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["ExtraFeeds", "FeedPlan", "plan_feeds"]
+
+ExtraFeeds: TypeAlias = "Mapping[str, NDArray[Any] | TensorHandle]"
+"""Values of inputs that are the same at every call, by port: host arrays, or handles of the session."""
 
 _PortProblem: TypeAlias = Callable[[Port], str | None]
 
@@ -54,6 +60,7 @@ class FeedPlan:
         positions: the port of the position IDs, [1, tokens], or None.
         caches: what is carried from call to call.
         logits: the output that chooses the next token.
+        extra: what is fed at every call and never fed back.
     """
 
     token: Port
@@ -61,11 +68,19 @@ class FeedPlan:
     positions: Port | None
     caches: tuple[CacheStrategy, ...]
     logits: str
+    extra: ExtraFeeds = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Every output that a call must give."""
         return (self.logits, *(name for cache in self.caches for name in cache.outputs))
+
+    def constants(self, session: Session) -> dict[str, TensorHandle]:
+        """What every call is fed alike; to be asked for once a decode, as arrays are copied in."""
+        return {
+            name: session.place(cast("NDArray[Any]", value)) if hasattr(value, "__array__") else value
+            for name, value in self.extra.items()
+        }
 
     def start(self, session: Session) -> dict[str, TensorHandle]:
         """Fresh caches for the first call."""
@@ -93,24 +108,26 @@ class FeedPlan:
         return feeds
 
 
-def plan_feeds(topology: Topology, inventory: PortInventory) -> FeedPlan:
+def plan_feeds(topology: Topology, inventory: PortInventory, *, extra: ExtraFeeds | None = None) -> FeedPlan:
     """Check that a decoder with these ports can be driven, and how.
 
     Args:
         topology: the role of every port.
         inventory: the ports of the session that will run, or of the graph file.
+        extra: values of inputs that the loop itself has none for, fed at every call.
 
     Raises:
         NotDrivableError: naming every port that cannot be fed, each with the reason.
     """
-    return _Planner(topology, inventory).plan()
+    return _Planner(topology, inventory, extra or {}).plan()
 
 
 class _Planner:
     """Collects what cannot be fed, so that one message says it all."""
 
-    def __init__(self, topology: Topology, inventory: PortInventory) -> None:
+    def __init__(self, topology: Topology, inventory: PortInventory, extra: ExtraFeeds) -> None:
         self._topology = topology
+        self._extra = extra
         self._inputs = {port.name: port for port in inventory.inputs}
         self._outputs = {port.name: port for port in inventory.outputs}
         self._roles = {role.name: role.role for role in topology.roles if role.direction == "input"}
@@ -142,6 +159,7 @@ class _Planner:
             positions=positions,
             caches=tuple(cache for cache in caches if cache.inputs),
             logits=logits,
+            extra=self._extra,
         )
 
     def _integer_port(self, name: str | None, problem: _PortProblem) -> Port | None:
@@ -210,7 +228,12 @@ class _Planner:
     def _refuse_the_rest(self, *fed: Port | None) -> None:
         """Every other input of the graph needs a value that nobody has."""
         topology = self._topology
-        known = {port.name for port in fed if port is not None}
+        known = {port.name for port in fed if port is not None} | set(self._extra)
+        self._problems |= {
+            name: "is given a value, and is no input of the graph"
+            for name in self._extra
+            if name not in self._inputs
+        }
         known.update(topology.kv_inputs, (pair.input for pair in topology.state_pairs))
         named = {topology.inputs_embeds_input: Role.EMBEDS}
         named |= dict.fromkeys(topology.cross_kv_inputs, Role.CROSS_KV_KEY)

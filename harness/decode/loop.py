@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from harness.decode.caches import CacheShapeError
-from harness.decode.feeds import FeedPlan, plan_feeds
+from harness.decode.feeds import ExtraFeeds, FeedPlan, plan_feeds
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
 from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import Session, TensorHandle, TopLogits
@@ -33,6 +33,7 @@ def greedy_decode(
     stop_ids: Collection[int] = (),
     top_k: int = 5,
     on_step: StepObserver | None = None,
+    extra: ExtraFeeds | None = None,
 ) -> Trace:
     """Continue a prompt with the token of the largest logit, again and again.
 
@@ -47,6 +48,7 @@ def greedy_decode(
         stop_ids: tokens after which to stop; the one that stops is part of the trace.
         top_k: how many of the largest logits to keep at each step.
         on_step: told of each token.
+        extra: values of inputs that the loop has none for, fed at every call.
 
     Raises:
         NotDrivableError: the loop cannot feed this graph.
@@ -67,6 +69,7 @@ def greedy_decode(
         stop_ids=frozenset(stop_ids),
         top_k=top_k,
         on_step=on_step,
+        extra=extra,
     )
 
 
@@ -78,6 +81,7 @@ def forced_decode(
     *,
     top_k: int = 5,
     on_step: StepObserver | None = None,
+    extra: ExtraFeeds | None = None,
 ) -> Trace:
     """Follow `continuation`, and keep the largest logits before each of its tokens.
 
@@ -91,6 +95,7 @@ def forced_decode(
         continuation: token IDs to follow, at least one; the last is never fed.
         top_k: how many of the largest logits to keep at each step.
         on_step: told of each token.
+        extra: values of inputs that the loop has none for, fed at every call.
 
     Raises:
         NotDrivableError: the loop cannot feed this graph.
@@ -106,6 +111,7 @@ def forced_decode(
         stop_ids=frozenset(),
         top_k=top_k,
         on_step=on_step,
+        extra=extra,
     )
 
 
@@ -116,6 +122,7 @@ def one_pass_decode(
     continuation: Sequence[int],
     *,
     top_k: int = 5,
+    extra: ExtraFeeds | None = None,
 ) -> Trace | None:
     """What `forced_decode` does, in one call over the prompt and `continuation[:-1]`.
 
@@ -130,19 +137,19 @@ def one_pass_decode(
         InputError: the prompt or the continuation is empty, or an ID lies outside the vocabulary.
     """
     vocabulary = vocabulary_size(session.inventory, topology)
-    plan = plan_feeds(topology, session.inventory)
+    plan = plan_feeds(topology, session.inventory, extra=extra)
     prompt = check_prompt_ids(prompt_ids, vocabulary)
     follow = check_prompt_ids(continuation, vocabulary)
     fed = (*prompt, *follow[:-1])
     began = time.perf_counter()
     try:
-        feeds = plan.start(session) | plan.inputs(session, fed, past=0)
+        feeds = plan.constants(session) | plan.start(session) | plan.inputs(session, fed, past=0)
         logits = session.run(feeds, (plan.logits,))[plan.logits]
         if len(logits.shape) != 3 or logits.shape[1] != len(fed):
             return None
         steps = session.top_logits(logits, k=top_k, positions=range(len(prompt) - 1, len(fed)))
     except EngineFailedError as error:
-        failure = TraceFailure(error.kind, 0, error.message)
+        failure = TraceFailure(error.kind, 0, error.message, error.details)
         return Trace(prompt, (), (), time.perf_counter() - began, session.info, failure)
     return Trace(prompt, follow, tuple(steps), time.perf_counter() - began, session.info)
 
@@ -157,8 +164,9 @@ def _decode(
     stop_ids: frozenset[int],
     top_k: int,
     on_step: StepObserver | None,
+    extra: ExtraFeeds | None,
 ) -> Trace:
-    plan = plan_feeds(topology, session.inventory)
+    plan = plan_feeds(topology, session.inventory, extra=extra)
     prompt = check_prompt_ids(prompt_ids, vocabulary_size(session.inventory, topology))
     run = _Run(session, plan, top_k)
     tokens: list[int] = []
@@ -171,7 +179,7 @@ def _decode(
         try:
             top = run.call(new)
         except EngineFailedError as error:
-            failure = TraceFailure(error.kind, step, error.message)
+            failure = TraceFailure(error.kind, step, error.message, error.details)
             break
         finally:
             seconds += time.perf_counter() - began
@@ -196,6 +204,7 @@ class _Run:
         self._top_k = top_k
         self._seen = 0
         self._caches: dict[str, TensorHandle] | None = None
+        self._constants: dict[str, TensorHandle] | None = None
 
     def call(self, new: Sequence[int]) -> TopLogits:
         """Run the token IDs `new` after all earlier ones, and reduce the logits of the last one.
@@ -206,7 +215,10 @@ class _Run:
         """
         session, plan, past = self._session, self._plan, self._seen
         caches = plan.start(session) if self._caches is None else self._caches
-        outputs = session.run(caches | plan.inputs(session, new, past=past), self._outputs)
+        if self._constants is None:
+            self._constants = plan.constants(session)
+        feeds = self._constants | caches | plan.inputs(session, new, past=past)
+        outputs = session.run(feeds, self._outputs)
         (top,) = session.top_logits(outputs[plan.logits], k=self._top_k, positions=(-1,))
         self._seen += len(new)
         try:
