@@ -52,11 +52,10 @@ def check_binding(
     findings = _check_paging(binding)
     if binding.role is Role.STATE:
         findings += _check_initial_state(binding.past, batch)
-    if binding.present is not None:
-        findings += _check_agreement(binding, binding.present, match, sequence)
-        if not findings:
-            findings += _check_discipline(binding, binding.present)
-    return findings
+    if binding.present is None:
+        return findings
+    findings += _check_agreement(binding, binding.present, match, sequence)
+    return findings or _check_discipline(binding, binding.present)
 
 
 def _check_agreement(
@@ -81,7 +80,9 @@ def _check_agreement(
         axes = growing_axes(past.shape, present.shape)
         problem = cannot_grow(past.shape, present.shape, sequence)
         if len(axes) > 1:
-            problem = f"axes {', '.join(map(str, axes))} all differ, and a cache grows along one"
+            problem = (
+                f"axes {', '.join(str(one.axis) for one in axes)} all differ, and a cache grows along one"
+            )
     if problem is not None:
         findings.append(
             Finding(
@@ -112,8 +113,8 @@ def _check_discipline(binding: CacheBinding, present: Port) -> list[Finding]:
     if binding.discipline is not Discipline.GROWING:
         return []
     axes = growing_axes(past.shape, present.shape)
-    before = past.shape[axes[0]] if len(axes) == 1 and past.shape is not None else 1
-    if binding.role is not Role.STATE and (before == 0 or not isinstance(before, int)):
+    grows = len(axes) == 1 and (axes[0].before == 0 or not isinstance(axes[0].before, int))
+    if grows and binding.role is not Role.STATE:
         return []
     return [
         Finding(

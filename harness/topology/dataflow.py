@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from harness import wire
@@ -100,7 +101,7 @@ class CacheFlow:
         # Most values are kept once: a list for each would take as much memory as all the rest.
         self._first: dict[int, _Step] = {}
         self._further: dict[int, list[_Step]] = {}
-        self._count = 0
+        self._numbers = count()
         self._wanted = tuple(outputs)
         self._outputs: dict[int, str] = {}
         self._patience = 0
@@ -109,9 +110,8 @@ class CacheFlow:
 
     def define(self, scope: dict[str, int], name: str) -> int:
         """A new value of that name in `scope`."""
-        self._count += 1
-        scope[name] = self._count
-        return self._count
+        scope[name] = value = next(self._numbers)
+        return value
 
     def step(
         self, source: int | None, target: int | None, role: Role | None, through: str, *, whole: bool = True
@@ -125,7 +125,7 @@ class CacheFlow:
 
     def close(self) -> None:
         """All steps are noted: now the graph's outputs are those values that bear their names."""
-        self._outputs = {self.scope[name]: name for name in self._wanted if name in self.scope}
+        self._outputs.update((self.scope[name], name) for name in self._wanted if name in self.scope)
         # Caches do not meet, so all walks together take about as many steps as there are. Where they
         # take far more, nothing is said any more, rather than at a cost that grows with the square.
         self._patience = 20 * self._patience + 100_000
@@ -140,7 +140,9 @@ class CacheFlow:
         whole: list[_Step] = [(start, None, "", True)]
         through_arithmetic: list[_Step] = []
         # Ways without arithmetic are walked to their ends first, so that each value is met on the best way.
-        while (whole or through_arithmetic) and self._patience > 0:
+        while whole or through_arithmetic:
+            if self._patience <= 0:
+                return ()
             value, role, through, intact = (whole or through_arithmetic).pop()
             if value in seen:
                 continue
@@ -157,7 +159,7 @@ class CacheFlow:
                     still = intact and step_is_whole
                     step = (target, its_role or role, operator if tells else through, still)
                     (whole if still else through_arithmetic).append(step)
-        return tuple(found.values()) if self._patience > 0 else ()
+        return tuple(found.values())
 
 
 _Step = tuple[int, Role | None, str, bool]

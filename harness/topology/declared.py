@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from harness.ports import Port
 from harness.topology.acceptance import CROSS_ROLES, SELF_KV_ROLES, CacheBinding, check_binding
@@ -39,7 +40,7 @@ def place_declared(
         _place_single(placement, role, name, _BECAUSE)
     completed = _completed_by_name(placement, io, conventions, match)
     bindings = [
-        *_declared_bindings(placement, io.kv_inputs, io.kv_outputs, completed, cross=False),
+        *_declared_bindings(placement, io.kv_inputs, io.kv_outputs, completed),
         *_declared_bindings(placement, io.cross_kv_inputs, io.cross_kv_outputs, completed, cross=True),
     ]
     for pair in io.state_pairs or ():
@@ -98,40 +99,37 @@ def _declared_bindings(
     outputs: Sequence[str] | None,
     completed: dict[str, CacheBinding],
     *,
-    cross: bool,
+    cross: bool = False,
 ) -> list[CacheBinding]:
-    if inputs is None and outputs is None:
-        return []
-    if inputs is not None and outputs is not None and len(inputs) != len(outputs):
-        longer = (inputs if len(inputs) > len(outputs) else outputs)[min(len(inputs), len(outputs)) :]
-        code = "E_UNPAIRED_PAST" if len(inputs) > len(outputs) else "E_PRESENT_WITHOUT_PAST"
-        if not (cross and not outputs):
+    """The caches of two lists in the same order, of which one may be left out."""
+    if inputs is not None and outputs is not None:
+        lonely_pasts, lonely_presents = inputs[len(outputs) :], outputs[len(inputs) :]
+        lonely = (*lonely_pasts, *lonely_presents)
+        if lonely:
             placement.findings.append(
                 Finding(
-                    code,
-                    f"{len(inputs)} cache inputs are declared and {len(outputs)} outputs; {listed(longer)} "
+                    "E_UNPAIRED_PAST" if lonely_pasts else "E_PRESENT_WITHOUT_PAST",
+                    f"{len(inputs)} cache inputs are declared and {len(outputs)} outputs; {listed(lonely)} "
                     "stands alone. Declare each input with its output, in the same order.",
-                    tuple(longer),
+                    lonely,
                 )
             )
             return []
     bindings = []
-    for index in range(max(len(inputs or ()), len(outputs or ()))):
-        past_name = inputs[index] if inputs is not None else None
-        present_name = outputs[index] if outputs else None
-        natural = completed.get(past_name or present_name or "")
+    for past_name, present_name in zip_longest(inputs or (), outputs or ()):
+        given = str(past_name or present_name)
+        natural = completed.get(given)
         if past_name is None and natural is not None:
             past_name = natural.past.name
         if present_name is None and natural is not None and natural.present is not None:
             present_name = natural.present.name
         if past_name is None or (present_name is None and not cross):
-            alone = past_name or present_name or ""
             placement.findings.append(
                 Finding(
                     "E_UNPAIRED_PAST" if past_name else "E_PRESENT_WITHOUT_PAST",
-                    f"{quoted(alone)} is declared as a cache without its other side. Declare both "
+                    f"{quoted(given)} is declared as a cache without its other side. Declare both "
                     "model.io.kv_inputs and model.io.kv_outputs.",
-                    (alone,),
+                    (given,),
                 )
             )
             continue
@@ -167,10 +165,10 @@ def _static_bindings(placement: Placement, io: DeclaredIo) -> list[CacheBinding]
         _place_single(placement, Role.CONTROL, str(fields[key]), f"declared as {key} of the static cache")
     bindings = []
     for kind, role in (("key", Role.KV_KEY), ("value", Role.KV_VALUE)):
-        pairs = zip(fields[f"{kind}_cache_inputs"], fields[f"{kind}_cache_outputs"], strict=True)
-        for past_name, present_name in pairs:
+        outputs = fields[f"{kind}_cache_outputs"]
+        for index, past_name in enumerate(fields[f"{kind}_cache_inputs"]):
             past = _find(placement, past_name, "input")
-            present = _find(placement, present_name, "output")
+            present = _find(placement, outputs[index], "output")
             if past is not None and present is not None:
                 bindings.append(CacheBinding(past, present, role, layer_of(past_name), _BECAUSE))
     placement.static_cache = {

@@ -48,7 +48,7 @@ class _Lonely:
     """A cache port without its partner; `keys` tell which other lonely ports could be meant for it."""
 
     port: Port
-    keys: frozenset[tuple[object, str]]
+    keys: frozenset[object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,19 +184,19 @@ class _Names:
 
     def lonely_past(self, port: Port, active: Collection[WordSwap]) -> _Lonely | None:
         """`port` if its name is a past name; `active` are swaps that this graph is known to use."""
-        keys: set[tuple[object, str]] = {(pair, "") for (pair, _), _ in self.pasts.matches(port.name)}
+        keys: set[object] = {pair for (pair, _), _ in self.pasts.matches(port.name)}
         keys.update((pair, skeleton(stem)) for (pair, _), stem in self.past_stems.matches(port.name))
         said = tokens(port.name)
-        keys.update((swap, "") for swap in active if swap.past and without(said, swap.past))
+        keys.update(swap for swap in active if swap.past and without(said, swap.past))
         return _Lonely(port, frozenset(keys)) if keys else None
 
     def lonely_present(self, port: Port, active: Collection[WordSwap]) -> _Lonely | None:
         """`port` if its name is a present name; `active` are swaps that this graph is known to use."""
-        keys: set[tuple[object, str]] = {(pair, "") for pair, _ in self.presents.matches(port.name)}
+        keys: set[object] = {pair for pair, _ in self.presents.matches(port.name)}
         keys.update((pair, skeleton(stem)) for pair, stem in self.present_stems.matches(port.name))
         said = tokens(port.name)
         if not _NO_CACHE_WORDS.intersection(said):
-            keys.update((swap, "") for swap in active if swap.present and without(said, swap.present))
+            keys.update(swap for swap in active if swap.present and without(said, swap.present))
         return _Lonely(port, frozenset(keys)) if keys else None
 
 
@@ -207,9 +207,8 @@ def _bind_pairs(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port]
         for (pair, convention), index in matches:
             present = pair.present.replace(INDEX, index)
             if present in outputs:
-                layer = int(index) if 0 < len(index) < 10 else None
                 because = f"named {quoted(pair.past)}, its present {quoted(pair.present)} ({convention.name})"
-                readings.setdefault(present, _Reading(pair.role, layer, pair.discipline, because))
+                readings.setdefault(present, _Reading(pair.role, layer_of(index), pair.discipline, because))
         if readings:
             book.bind(port, readings)
         elif matches and matches[0][0][0].role in CROSS_ROLES:
@@ -217,8 +216,7 @@ def _bind_pairs(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port]
             because = (
                 f"named {quoted(pair.past)} ({convention.name}); no output gives it back: it is only read"
             )
-            layer = int(index) if 0 < len(index) < 10 else None
-            book.bindings.append(CacheBinding(port, None, pair.role, layer, because))
+            book.bindings.append(CacheBinding(port, None, pair.role, layer_of(index), because))
 
 
 def _bind_stems(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port], names: _Names) -> None:

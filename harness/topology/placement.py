@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from harness.ports import Port, PortInventory
+from harness.ports import Dimension, Port, PortInventory
 from harness.topology.acceptance import CROSS_ROLES, SELF_KV_ROLES, CacheBinding
 from harness.topology.findings import Finding, quoted
 from harness.topology.spec import PortRole, Role, StatePair, Topology
@@ -86,6 +86,11 @@ class Placement:
     def taken(self, role: Role) -> str | None:
         """Name of the first port with this role, None where there is none."""
         return _first(self.inputs, role) or _first(self.outputs, role)
+
+    def shapes(self, role: Role) -> list[tuple[Dimension, ...]]:
+        """Shapes of the inputs with this role, in graph order; empty where the graph does not say one."""
+        ports = [port for port in self.inventory.inputs if port.name in self.inputs]
+        return [port.shape or () for port in ports if self.inputs[port.name].role is role]
 
     def open_inputs(self) -> list[Port]:
         """Inputs without a role, in graph order."""

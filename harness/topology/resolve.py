@@ -26,7 +26,7 @@ from harness.topology.interface import (
 from harness.topology.placement import Placement
 from harness.topology.shapes import StateShapeMatch
 from harness.topology.sidecar import DeclaredIo, declared_io_of, read_io_block
-from harness.topology.spec import Derivation, Outcome, Refusal, Role
+from harness.topology.spec import Derivation, Gate, Outcome, Refusal, Role
 from harness.topology.static_cache import place_static_cache
 
 __all__ = ["resolve", "resolve_package"]
@@ -100,7 +100,7 @@ def resolve(
             placement = _place(inventory, io, names, (*configured, *CONVENTIONS), shape_match, flow)
     is_declared = io != DeclaredIo({})
     has_state = any(port.role is Role.STATE for port in placement.inputs.values())
-    if gate == "recurrent-only" and not is_declared and not has_state:
+    if Gate(gate) is Gate.RECURRENT_ONLY and not is_declared and not has_state:
         return Derivation(Outcome.DECLINED, refusal=_declined(inventory))
     if placement.findings:
         return Derivation(Outcome.REFUSED, refusal=refusal_from(placement.findings))
@@ -143,9 +143,7 @@ def _place_caches(
     flow: CacheFlow | None,
 ) -> None:
     inventory = placement.inventory
-    placed = {*placement.inputs, *placement.outputs}
-    if placement.taken(Role.LOGITS) is None and any(port.name == "logits" for port in inventory.outputs):
-        placed.add("logits")
+    placed = {*placement.inputs, *placement.outputs, "logits"}  # no cache, whatever it is computed from
     batch, sequence = _token_symbols(placement)
     caches = derive_cache(
         inventory, conventions, match=match, placed=placed, batch=batch, sequence=sequence, flow=flow
@@ -184,12 +182,9 @@ def _refuse_paging(placement: Placement) -> None:
 
 def _token_symbols(placement: Placement) -> tuple[Dimension, Dimension]:
     """How the port that drives the decoder spells its batch and its length."""
-    token = placement.taken(Role.TOKEN)
-    name = token or placement.taken(Role.EMBEDS)
-    port = None if name is None else placement.port(name, "input")
-    shape = (port.shape if port is not None else None) or ()
-    batch = shape[0] if shape else None
-    return batch, shape[1] if len(shape) > 1 else None
+    driving = [*placement.shapes(Role.TOKEN), *placement.shapes(Role.EMBEDS)]
+    batch, sequence, *_ = (*next(iter(driving), ()), None, None)
+    return batch, sequence
 
 
 def _is_declared_elsewhere(role: Role, io: DeclaredIo) -> bool:
@@ -245,14 +240,8 @@ def _place_token(placement: Placement, *, declared: frozenset[Role]) -> None:
 def _place_logits(placement: Placement) -> None:
     if placement.taken(Role.LOGITS) is not None:
         return
-    widths: set[Dimension] = set()
-    for name, placed in placement.inputs.items():
-        port = placement.port(name, "input")
-        shape = (port.shape if port is not None else None) or ()
-        if placed.role is Role.STATE:
-            widths.update(extent for extent in shape if isinstance(extent, int))
-        elif placed.role is Role.EMBEDS:
-            widths.update(shape[-1:])
+    widths = {extent for shape in placement.shapes(Role.STATE) for extent in shape}
+    widths |= {extent for shape in placement.shapes(Role.EMBEDS) for extent in shape[-1:]}
     candidates = _unexplained(placement, placement.open_outputs())
     found = place_logits(candidates, widths=widths)
     if isinstance(found, NamedPort):

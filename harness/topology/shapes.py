@@ -7,10 +7,19 @@ different extents. So a symbol never contradicts anything; only two concrete ext
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 from harness.ports import Dimension, Port
 
-__all__ = ["Shape", "StateShapeMatch", "cannot_grow", "dynamic_state_axes", "growing_axes", "mismatch"]
+__all__ = [
+    "GrowingAxis",
+    "Shape",
+    "StateShapeMatch",
+    "cannot_grow",
+    "dynamic_state_axes",
+    "growing_axes",
+    "mismatch",
+]
 
 Shape = tuple[Dimension, ...]
 
@@ -41,40 +50,55 @@ def mismatch(past: Shape | None, present: Shape | None) -> str | None:
         return None
     if len(past) != len(present):
         return f"rank {len(past)} against rank {len(present)}"
-    for axis, (before, after) in enumerate(zip(past, present, strict=True)):
+    for axis, before in enumerate(past):
+        after = present[axis]
         if isinstance(before, int) and isinstance(after, int) and before != after:
             return f"extent {before} against {after} on axis {axis}"
     return None
 
 
-def growing_axes(past: Shape | None, present: Shape | None) -> tuple[int, ...]:
+class GrowingAxis(NamedTuple):
+    """An axis along which a cache may grow, with its extents on the past and on the present side."""
+
+    axis: int
+    before: Dimension
+    after: Dimension
+
+
+def growing_axes(past: Shape | None, present: Shape | None) -> tuple[GrowingAxis, ...]:
     """Axes along which a cache may grow, for shapes of equal rank without contradiction.
 
-    These are the axes that are spelled differently. Where the whole present shape is renamed, those that
-    are symbolic on the past side and not the leading axis; a cache of fixed size has none.
+    These are the axes that are spelled differently. Where several are, as when the whole present shape is
+    renamed, those that are symbolic on the past side and not the leading axis; a cache of fixed size has
+    none.
     """
     if past is None or present is None or len(past) != len(present):
         return ()
-    differing = tuple(axis for axis in range(len(past)) if past[axis] != present[axis])
+    differing = tuple(
+        GrowingAxis(axis, past[axis], present[axis])
+        for axis in range(len(past))
+        if past[axis] != present[axis]
+    )
     if len(differing) < 2:
         return differing
-    return tuple(axis for axis in differing if axis > 0 and not isinstance(past[axis], int))
+    return tuple(one for one in differing if one.axis > 0 and not isinstance(one.before, int))
 
 
 def cannot_grow(past: Shape | None, present: Shape | None, sequence: Dimension) -> str | None:
     """Why a cache that grows by these shapes does not, one phrase; None if it may.
 
     `sequence` is the length of this call's tokens, as the token port spells it. A present of that length,
-    or of a concrete one, holds this call's tokens only, without those of the past.
+    or of a concrete one, holds this call's tokens only, without those of the past. A past of concrete
+    length says nothing about growth: where it is empty, this call's tokens are all there is.
     """
-    axes = growing_axes(past, present)
-    if len(axes) != 1 or past is None or present is None or isinstance(past[axes[0]], int):
+    growing = growing_axes(past, present)
+    if len(growing) != 1 or isinstance(growing[0].before, int):
         return None
-    after = present[axes[0]]
+    axis, before, after = growing[0]
     if isinstance(after, int):
-        return f"axis {axes[0]} is {past[axes[0]]!r} before and always {after} after"
+        return f"axis {axis} is {before!r} before and always {after} after"
     if after is not None and after == sequence and any(letter.isalpha() for letter in after):
-        return f"axis {axes[0]} is as long as this call's tokens, {after!r}, without the past"
+        return f"axis {axis} is as long as this call's tokens, {after!r}, without the past"
     return None
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 __all__ = [
     "REFUSAL_CODES",
     "Derivation",
+    "Gate",
     "Outcome",
     "PortRole",
     "Refusal",
@@ -65,6 +66,13 @@ class Role(StrEnum):
     CONTROL = "control"
     OPTIONAL = "optional"
     AUXILIARY = "auxiliary"
+
+
+class Gate(StrEnum):
+    """When names are looked at: always, or only to find recurrent states that nothing declares."""
+
+    DEFAULT = "default"
+    RECURRENT_ONLY = "recurrent-only"
 
 
 class Outcome(StrEnum):

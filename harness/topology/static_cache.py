@@ -26,9 +26,8 @@ def is_scatter(binding: CacheBinding) -> bool:
     """True for a buffer that is written in place, False for one that is seen to grow after all."""
     if binding.discipline is not Discipline.SCATTER or binding.present is None:
         return False
-    shape = binding.past.shape
-    axes = growing_axes(shape, binding.present.shape)
-    return not (len(axes) == 1 and shape is not None and not isinstance(shape[axes[0]], int))
+    axes = growing_axes(binding.past.shape, binding.present.shape)
+    return len(axes) != 1 or isinstance(axes[0].before, int)
 
 
 def place_static_cache(placement: Placement, bindings: Sequence[CacheBinding]) -> None:

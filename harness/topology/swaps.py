@@ -86,7 +86,7 @@ class SwapTable:
         self._by_rest: dict[tuple[str, _Tokens], list[str]] = {}
         for name in outputs:
             said = tokens(name)
-            for word in present_words & {"", *said}:
+            for word in present_words:
                 rest = without(said, word)
                 if rest:
                     self._by_rest.setdefault((word, rest), []).append(name)
@@ -97,7 +97,7 @@ class SwapTable:
         found: dict[str, tuple[WordSwap, Convention, _Tokens]] = {}
         for swap, convention in self._swaps:
             rest = without(said, swap.past)
-            for present in self._by_rest.get((swap.present, rest), ()) if rest else ():
+            for present in self._by_rest.get((swap.present, rest), ()):
                 found.setdefault(present, (swap, convention, rest))
         return found
 
