@@ -13,6 +13,7 @@ import click
 
 from harness.cli.output import json_option, print_json_line, report_error, reporting
 from harness.cli.process import deferred_interrupts
+from harness.cli.prompting import PromptOptions, encode_prompts, requested_prompts
 from harness.cli.source import find_package
 from harness.errors import EngineUnavailableError, InputError, NotDrivableError, ParityError
 from harness.events import CheckFinished, Event
@@ -22,15 +23,13 @@ if TYPE_CHECKING:
     from harness.engines.registry import EngineSpec
     from harness.models.builtin import BuiltinPackage
     from harness.package import Package
-    from harness.parity.check import CheckPlan, Prompt
+    from harness.parity.check import CheckPlan
     from harness.parity.reference import OracleMode
     from harness.topology.spec import Refusal
 
 __all__ = ["command", "failure_document"]
 
-_DEFAULT_PROMPT = "The capital of France is"
 _DEFAULT_NEW_TOKENS = 16
-_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 
 
 class _RefusedError(ParityError):
@@ -53,8 +52,7 @@ class _Request:
     name: str
     package: Package
     builtin: BuiltinPackage | None
-    texts: tuple[str, ...]
-    id_lists: tuple[str, ...]
+    prompts: PromptOptions
     max_new_tokens: int | None
     stop_on_eos: bool
     ignore_declared: bool
@@ -116,6 +114,14 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
 @click.option(
     "--prompt-ids", "id_lists", multiple=True, metavar="1,2,3", help="Token IDs to continue. Repeatable."
 )
+@click.option(
+    "--prompts",
+    "prompt_set",
+    type=click.Path(path_type=Path),
+    metavar="FILE.jsonl",
+    help="A prompt a line: text, prompt_ids or messages.",
+)
+@click.option("--chat", is_flag=True, help="Put each text into the package's chat template.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Tokens to decode a prompt. [default: 16]")
 @click.option("--stop-on-eos", is_flag=True, help="Stop at the package's end-of-sequence token.")
 @click.option("--ignore-declared", is_flag=True, help="Derive the topology whatever the sidecars say.")
@@ -134,6 +140,8 @@ def command(
     rounding: str | None,
     texts: tuple[str, ...],
     id_lists: tuple[str, ...],
+    prompt_set: Path | None,
+    chat: bool,
     max_new_tokens: int | None,
     stop_on_eos: bool,
     ignore_declared: bool,
@@ -168,8 +176,7 @@ def command(
             name=package,
             package=found,
             builtin=builtin,
-            texts=texts,
-            id_lists=id_lists,
+            prompts=PromptOptions(texts=texts, id_lists=id_lists, file=prompt_set, chat=chat),
             max_new_tokens=max_new_tokens,
             stop_on_eos=stop_on_eos,
             ignore_declared=ignore_declared,
@@ -253,7 +260,12 @@ def _plan(request: _Request) -> CheckPlan:
     if derivation.topology is None:
         assert derivation.refusal is not None
         raise _RefusedError(derivation.refusal)
-    prompts = _prompts(request, vocabulary_size(inventory, derivation.topology))
+    prompts = encode_prompts(
+        requested_prompts(request.prompts, package, builtin),
+        package,
+        chat=request.prompts.chat,
+        vocabulary=vocabulary_size(inventory, derivation.topology),
+    )
     stop_ids = _stop_ids(package) if request.stop_on_eos else ()
     plan_feeds(derivation.topology, inventory)  # raises what cannot be fed, before anything is opened
     candidate, oracle = _usable(request.candidate), _usable(request.oracle)
@@ -294,41 +306,6 @@ def _stop_ids(package: Package) -> tuple[int, ...]:
             next_action="Leave the option out, or add generation_config.json with eos_token_id.",
         )
     return ids
-
-
-def _prompts(request: _Request, vocabulary: int | None) -> tuple[Prompt, ...]:
-    from harness.decode.prompts import check_prompt_ids, encode_prompt
-    from harness.parity.check import Prompt
-
-    asked: list[str | tuple[int, ...]] = [*request.texts, *map(_parse_ids, request.id_lists)]
-    if not asked and request.builtin is not None:
-        asked = list(request.builtin.prompts)
-    if not asked:
-        if request.package.tokenizer is None:
-            raise InputError(
-                f"{request.package.folder}: no prompt, and no tokenizer.json to encode the default one.",
-                next_action="Give token IDs with --prompt-ids 1,2,3.",
-            )
-        asked = [_DEFAULT_PROMPT]
-    prompts = []
-    for prompt in asked:
-        if isinstance(prompt, str):
-            ids = encode_prompt(request.package.folder, prompt)
-            prompts.append(Prompt(check_prompt_ids(ids, vocabulary), text=prompt))
-        else:
-            prompts.append(Prompt(check_prompt_ids(prompt, vocabulary)))
-    return tuple(prompts)
-
-
-def _parse_ids(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    for part in parts:
-        if not _TOKEN_ID.fullmatch(part):
-            raise InputError(
-                f"--prompt-ids: {part[:40]!r} is no token ID: they are whole numbers, separated by commas.",
-                next_action="Write --prompt-ids 1,2,3.",
-            )
-    return tuple(map(int, parts))
 
 
 def _token_text(package: Package) -> Callable[[int], str] | None:

@@ -14,12 +14,20 @@ from harness.topology.spec import Topology
 __all__ = ["check_prompt_ids", "decode_tokens", "encode_prompt", "vocabulary_size"]
 
 
-def encode_prompt(package_folder: Path, text: str) -> tuple[int, ...]:
-    """Token IDs of `text` by the package's `tokenizer.json`, with the special tokens that it adds.
+def encode_prompt(
+    package_folder: Path, text: str, *, special_tokens: bool = True, vocabulary: int | None = None
+) -> tuple[int, ...]:
+    """Token IDs of `text` by the package's `tokenizer.json`.
+
+    Args:
+        package_folder: where the file is.
+        text: what to encode.
+        special_tokens: whether the tokenizer adds its own around it; not where the text has them already.
+        vocabulary: how many IDs the model has; None where that is not known.
 
     Raises:
-        InputError: the text is empty or encodes to nothing; there is no `tokenizer.json`; or it
-            cannot be read.
+        InputError: the text is empty or encodes to nothing; there is no `tokenizer.json`; it cannot be
+            read; or it has IDs that the model has not, and so belongs to another model.
     """
     if not text:
         raise InputError("The prompt is empty.", next_action="Give at least one character.")
@@ -30,8 +38,9 @@ def encode_prompt(package_folder: Path, text: str) -> tuple[int, ...]:
             f"The prompt is not valid UTF-8: {error.reason}.", next_action="Give it in UTF-8."
         ) from error
     tokenizer = _tokenizer(package_folder)
+    _check_belonging(package_folder, tokenizer, vocabulary)
     try:
-        ids = tuple(int(i) for i in tokenizer.encode(text).ids)
+        ids = tuple(int(i) for i in tokenizer.encode(text, add_special_tokens=special_tokens).ids)
     except Exception as error:  # the library raises plain Exception for every kind of broken tokenizer
         raise InputError(
             f"{package_folder / 'tokenizer.json'} cannot encode {text!r:.60}: {error}.",
@@ -83,6 +92,23 @@ def check_prompt_ids(token_ids: Sequence[int], vocabulary: int | None) -> tuple[
                 next_action="Use IDs of the tokenizer that the model was exported with.",
             )
     return ids
+
+
+def _check_belonging(package_folder: Path, tokenizer: Any, vocabulary: int | None) -> None:
+    """Refuse a tokenizer of another model: its own tokens must all be in the vocabulary.
+
+    Added tokens may lie beyond, as some models know fewer than their tokenizer has been given; logits may
+    be wider than all of them, as exporters pad.
+    """
+    if vocabulary is None:
+        return
+    highest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
+    if highest >= vocabulary:
+        raise InputError(
+            f"{package_folder / 'tokenizer.json'} has token IDs up to {highest}, and the model knows 0 to "
+            f"{vocabulary - 1}: it is the tokenizer of another model.",
+            next_action="Copy the tokenizer that the model was exported with, or give IDs with --prompt-ids.",
+        )
 
 
 def _tokenizer(package_folder: Path) -> Any:

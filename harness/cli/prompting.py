@@ -1,0 +1,116 @@
+"""What `check` is to continue: from options and files to token IDs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.errors import InputError
+
+if TYPE_CHECKING:
+    from harness.decode.prompt_set import PromptRequest
+    from harness.models.builtin import BuiltinPackage
+    from harness.package import Package
+    from harness.parity.check import Prompt
+
+__all__ = ["PromptOptions", "encode_prompts", "requested_prompts"]
+
+_DEFAULT_PROMPT = "The capital of France is"
+_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """The options that say what to continue.
+
+    Attributes:
+        texts: of `--prompt`, in order.
+        id_lists: of `--prompt-ids`, in order, as written.
+        file: of `--prompts`; None where it is not given.
+        chat: whether a text is what a user says in a conversation.
+    """
+
+    texts: tuple[str, ...] = ()
+    id_lists: tuple[str, ...] = ()
+    file: Path | None = None
+    chat: bool = False
+
+
+def requested_prompts(
+    options: PromptOptions, package: Package, builtin: BuiltinPackage | None
+) -> tuple[PromptRequest, ...]:
+    """What is asked for: texts, then ID lists, then those of the file; else what the package brings.
+
+    Raises:
+        InputError: an ID list or the file is not well formed; nothing is asked for and there is no default;
+            or `--chat` is asked for where every prompt is token IDs.
+    """
+    from harness.decode.prompt_set import read_prompts
+
+    asked: list[PromptRequest] = [*options.texts, *map(_parse_ids, options.id_lists)]
+    if options.file is not None:
+        asked += read_prompts(options.file)
+    if not asked and builtin is not None:
+        asked = list(builtin.prompts)
+    if not asked:
+        if package.tokenizer is None:
+            raise InputError(
+                f"{package.folder}: no prompt, and no tokenizer.json to encode the default one.",
+                next_action="Give token IDs with --prompt-ids 1,2,3.",
+            )
+        asked = [_DEFAULT_PROMPT]
+    if options.chat and all(isinstance(prompt, tuple) for prompt in asked):
+        raise InputError(
+            "--chat puts texts into the package's chat template, and every prompt here is token IDs.",
+            next_action="Give texts with --prompt, or leave --chat out.",
+        )
+    return tuple(asked)
+
+
+def encode_prompts(
+    requests: tuple[PromptRequest, ...], package: Package, *, chat: bool, vocabulary: int | None
+) -> tuple[Prompt, ...]:
+    """The prompts as token IDs; the text of a conversation is that of the chat template.
+
+    Args:
+        requests: as `requested_prompts` gives them.
+        package: brings the tokenizer and the template.
+        chat: whether a text is what a user says in a conversation.
+        vocabulary: how many IDs the model has; None where that is not known.
+
+    Raises:
+        InputError: a text cannot be encoded, an ID lies outside the vocabulary, or there is no template.
+    """
+    from harness.decode.chat import render_chat
+    from harness.decode.prompt_set import Conversation
+    from harness.decode.prompts import check_prompt_ids, encode_prompt
+    from harness.parity.check import Prompt
+
+    prompts = []
+    for request in requests:
+        if isinstance(request, tuple):
+            prompts.append(Prompt(check_prompt_ids(request, vocabulary)))
+            continue
+        text, template = request, False
+        if chat and isinstance(request, str):
+            request = Conversation(({"role": "user", "content": request},))
+        if isinstance(request, Conversation):
+            # The template has written every special token itself.
+            text, template = render_chat(package.folder, request.messages), True
+        assert isinstance(text, str)
+        ids = encode_prompt(package.folder, text, special_tokens=not template, vocabulary=vocabulary)
+        prompts.append(Prompt(check_prompt_ids(ids, vocabulary), text=text))
+    return tuple(prompts)
+
+
+def _parse_ids(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    for part in parts:
+        if not _TOKEN_ID.fullmatch(part):
+            raise InputError(
+                f"--prompt-ids: {part[:40]!r} is no token ID: they are whole numbers, separated by commas.",
+                next_action="Write --prompt-ids 1,2,3.",
+            )
+    return tuple(map(int, parts))
