@@ -284,35 +284,40 @@ def _lonely_findings(
     unbound: Sequence[Port],
 ) -> list[Finding]:
     """Say what is wrong with cache ports that have no partner: their index, or that there is none."""
-    past_keys = frozenset(key for one in pasts for key in one.keys)
-    present_keys = frozenset(key for one in presents for key in one.keys)
-    renumbered = [one.port.name for one in pasts if one.keys & present_keys]
-    renumbered_presents = [one.port.name for one in presents if one.keys & past_keys]
+    renumbered, alone = _parted(pasts, presents)
+    renumbered_presents, orphans = _parted(presents, pasts)
     findings = []
     if renumbered:
+        inputs, outputs = ([port.name for port in ports] for ports in (renumbered, renumbered_presents))
         findings.append(
             Finding(
                 "E_LAYER_ID_MISMATCH",
-                f"Inputs {listed(renumbered)} and outputs {listed(renumbered_presents)} have the same names "
+                f"Inputs {listed(inputs)} and outputs {listed(outputs)} have the same names "
                 "but for the index: pairing them in order would be a guess. Declare the pairs under "
                 "model.io.kv_inputs and kv_outputs, or model.io.state_pairs.",
-                (*renumbered, *renumbered_presents),
+                (*inputs, *outputs),
             )
         )
-    alone = [one.port for one in pasts if not one.keys & present_keys]
     if alone:
         findings.append(_alone_finding(alone, presents, unbound))
-    orphans = [one.port.name for one in presents if not one.keys & past_keys]
     if orphans:
+        names = tuple(port.name for port in orphans)
         findings.append(
             Finding(
                 "E_PRESENT_WITHOUT_PAST",
-                f"Outputs {listed(orphans)} are caches by name, and no input takes them back: decoding token "
+                f"Outputs {listed(names)} are caches by name, and no input takes them back: decoding token "
                 "by token is impossible. Export the graph with past inputs.",
-                tuple(orphans),
+                names,
             )
         )
     return findings
+
+
+def _parted(lonely: Sequence[_Lonely], others: Sequence[_Lonely]) -> tuple[list[Port], list[Port]]:
+    """Those of `lonely` that could be meant for one of `others`, and those that could not."""
+    keys = frozenset(key for one in others for key in one.keys)
+    renumbered = [one.port for one in lonely if not keys.isdisjoint(one.keys)]
+    return renumbered, [one.port for one in lonely if keys.isdisjoint(one.keys)]
 
 
 def _alone_finding(alone: Sequence[Port], presents: Sequence[_Lonely], unbound: Sequence[Port]) -> Finding:

@@ -44,11 +44,13 @@ def code(derivation: Derivation) -> str | None:
         (("batch * heads", "past", 16), ("batch * heads", "total", 16)),
         (("batch", 2, "past", "width"), ("batch", 2, "total", "width")),
         (("batch", 2, "past", 16), ("unk0", "unk1", "unk2", "unk3")),
+        (("batch", 2, "past", 16), ("rows", 2, "total", 16)),
         (("?", 2, "?", 16), ("?", 2, "?", 16)),
         (("batch", 2, None, 16), ("batch", 2, None, 16)),
         ((1, 2, 256, 16), (1, 2, 256, 16)),
         (("batch", 2, "max", 16), ("batch", 2, "max", 16)),
         ((1, 2, 0, 16), (1, 2, "n", 16)),
+        ((1, 2, 0, 16), (1, 2, "sequence_len", 16)),
         (None, ("batch", 2, "total", 16)),
         (("batch", 2, "past", 16), None),
         (None, None),
@@ -88,6 +90,8 @@ def test_kv_that_cannot_feed_itself_is_refused(past: Shape, present: Shape) -> N
         ((2, "batch", 64), (2, "batch", 64)),
         ((4, "batch_size", 64, 3), (4, "batch_size", 64, 3)),
         ((2, "N", 64), (2, "N", 64)),
+        (("rows", 64, 3), ("rows", 64, 3)),
+        (("MAX_BATCH", 64, 3), ("MAX_BATCH", 64, 3)),
         ((None, 64, 3), (None, 64, 3)),
         ((1, 64, 3), (1, 64, 3)),
     ],
@@ -95,6 +99,31 @@ def test_kv_that_cannot_feed_itself_is_refused(past: Shape, present: Shape) -> N
 def test_a_state_with_known_extents_is_accepted(past: Shape, present: Shape) -> None:
     """The batch may be symbolic, in front or behind a stack of layers; the present may be all symbols."""
     assert code(state(past, present)) is None
+
+
+@pytest.mark.parametrize(
+    ("driving", "fits"),
+    [
+        (Port("input_ids", "int64", ("rows", "s")), True),
+        (Port("inputs_embeds", "float16", ("rows", "s", 64)), True),
+        (Port("input_ids", "int64", ("s", "rows")), False),
+        (Port("input_ids", "int64", None), False),
+    ],
+    ids=["tokens", "embeddings", "another-axis", "no-shape"],
+)
+def test_the_batch_of_a_state_may_be_called_as_the_tokens_call_it(driving: Port, fits: bool) -> None:
+    """Behind a stack of layers a symbol is the batch by its word, or since the driving port leads with it."""
+    shape = (2, "rows", 64)
+    found = resolve(
+        PortInventory(
+            (driving, Port("past_key_values.0.conv_state", "float16", shape)),
+            (
+                Port("logits", "float16", ("rows", "s", 1000)),
+                Port("present.0.conv_state", "float16", shape),
+            ),
+        )
+    )
+    assert code(found) == (None if fits else "E_STATE_DYNAMIC_DIM")
 
 
 @pytest.mark.parametrize(
@@ -149,9 +178,10 @@ def test_a_dtype_that_changes_on_the_way_is_refused() -> None:
 
 @pytest.mark.parametrize("symbol", ["num_blocks", "block", "page_count"])
 def test_a_pool_of_blocks_is_no_cache_of_a_sequence(symbol: str) -> None:
-    """A paged cache has the names of a growing one, and another meaning."""
+    """A paged cache has the names of a growing one, or of a state, and another meaning."""
     shape: Shape = (symbol, 16, 2, 16)
     assert code(kv(shape, shape)) == "E_UNSUPPORTED_LAYOUT_PAGED"
+    assert code(state(shape, shape)) == "E_UNSUPPORTED_LAYOUT_PAGED"
 
 
 def test_self_attention_names_with_an_encoders_length_are_refused() -> None:

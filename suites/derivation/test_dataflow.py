@@ -480,6 +480,17 @@ def test_long_ways_of_many_caches_are_walked_to_their_ends() -> None:
     ]
 
 
+@pytest.mark.parametrize(("length", "answered"), [(1_000, 119), (369, 291)])
+def test_walks_take_twenty_times_the_steps_and_a_hundred_thousand(length: int, answered: int) -> None:
+    """A chain is walked again and again, until the walk that would end with the last of these steps.
+
+    120,000 steps are 120 times a chain of 1,000; 107,380 are 291 times a chain of 369 and one more.
+    """
+    flow = chain(1, length - 1, joined=False)
+    found = [flow.reached("i0") for _ in range(answered + 3)]
+    assert [bool(one) for one in found] == [True] * answered + [False] * 3
+
+
 def test_ways_that_meet_in_a_graph_made_for_it_end_in_silence() -> None:
     """Six hundred caches through one chain of six hundred: twenty times the steps there are, and no more."""
     flow = chain(600, 600, joined=True)

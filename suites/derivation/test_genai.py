@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fixtures.flows import STATE, concat, model
 from fixtures.layouts import dense_06b, interface
-from fixtures.odd_names import GROWING, GROWN
+from fixtures.odd_names import GROWING, GROWN, ODD_BLOCK, odd_names
 from harness.errors import InputError
-from harness.ports import Port, PortInventory
+from harness.ports import Port, PortInventory, read_ports
 from harness.topology.conventions import Convention, PortPair, StemPair
+from harness.topology.dataflow import read_cache_flow
 from harness.topology.genai import genai_config_of, genai_names
 from harness.topology.resolve import resolve
 from harness.topology.spec import Outcome, PortRole, Refusal, Role, Topology
@@ -87,6 +90,38 @@ def test_a_port_that_the_genai_config_names_must_exist() -> None:
     """Names given one by one are as binding as an `io` block."""
     found = refusal(dense_06b(layers=1), genai_config=genai(position_ids="positions"))
     assert (found.code, found.ports) == ("E_DECLARED_PORT_MISSING", ("positions",))
+
+
+def test_an_io_block_wins_over_a_genai_config() -> None:
+    """A port that the block names is not looked for under the name that the other sidecar has for it."""
+    derivation = resolve(
+        odd_names(), declared=ODD_BLOCK, genai_config=genai(input_ids="nobody", logits="no_output")
+    )
+    assert derivation.topology is not None, derivation.refusal
+    assert (derivation.topology.token_input, derivation.topology.logits_output) == ("a", "x")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_configured_templates_are_held_against_the_dataflow(tmp_path: Path, strict: bool) -> None:
+    """Where exact shapes accept the templates, and where the conventions must help."""
+    pasts = {"mem.0.k": list(GROWING), "mem.0.v": list(GROWING)}
+    presents = {"out.0.k": list(GROWN), "out.0.v": list(GROWN)}
+    nodes = [*concat("mem.0.k", "out.0.k"), *concat("mem.0.v", "out.0.v")]
+    if not strict:
+        pasts["past_states.0.ssm"], presents["present_states.0.ssm"] = STATE, ["n", 64, 3]
+        nodes += concat("past_states.0.ssm", "present_states.0.ssm")
+    config = genai(
+        past_key_names="mem.%d.k",
+        past_value_names="mem.%d.v",
+        present_key_names="out.%d.k",
+        present_value_names="out.%d.v",
+    )
+    path = model(tmp_path / "m.onnx", nodes, pasts, presents)
+    match: Any = "exact" if strict else "symbolic"
+    found = topology(read_ports(path), genai_config=config, flow=read_cache_flow(path), match=match)
+    caches = {port.name: port.because for port in found.roles if port.pair}
+    assert set(caches) == {*pasts, *presents}
+    assert all("confirmed by dataflow through Concat" in because for because in caches.values())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.ports import Port, PortInventory
+from harness.topology.interface import _RULES, _NameRule
 from harness.topology.resolve import resolve
 from harness.topology.spec import Derivation, Refusal, Role, Topology
 
@@ -54,6 +55,35 @@ def test_tokens_and_embeddings_together_are_ambiguous() -> None:
     found = refusal([TOKENS, embeds], [LOGITS])
     assert found.code == "E_AMBIGUOUS_TOKEN_INPUT"
     assert set(found.ports) == {"input_ids", "inputs_embeds"}
+
+
+def test_the_exact_name_goes_before_a_name_with_its_words() -> None:
+    """Beside `input_ids` another port that speaks of a token is not its rival, and still unknown."""
+    found = refusal([TOKENS, Port("token", "int64", ("b", "s"))], [LOGITS])
+    assert (found.code, found.ports, found.also) == ("E_UNKNOWN_INPUT", ("token",), ())
+
+
+@pytest.mark.parametrize(
+    ("rule", "needed"),
+    [
+        pytest.param(rule, needed, id=f"{rule.role.value} {' '.join(sorted(needed))}")
+        for rule in _RULES
+        for needed in rule.words
+    ],
+)
+def test_a_name_has_the_words_that_say_it_and_any_of_those_beside(
+    rule: _NameRule, needed: frozenset[str]
+) -> None:
+    """None of them, each of them or all: the port is the same thing; any other word, and nobody knows."""
+    dtype = "float32" if rule.role is Role.EMBEDS else "int64"
+    shape = ("b", "s", 64) if rule.role is Role.EMBEDS else ("b", "s")
+    for beside in ([], *([word] for word in sorted(rule.beside)), sorted(rule.beside)):
+        port = Port("-".join([*beside, *sorted(needed)]), dtype, shape)
+        driving = [] if rule.role in (Role.TOKEN, Role.EMBEDS) else [TOKENS]
+        roles = {one.name: one.role for one in topology([*driving, port], [LOGITS]).roles}
+        assert roles[port.name] is rule.role
+        stranger = Port(f"{port.name}-unheard", dtype, shape)
+        assert stranger.name in refusal([TOKENS, stranger], [LOGITS]).ports
 
 
 def test_embeddings_alone_drive_the_decoder() -> None:
@@ -106,6 +136,19 @@ def test_an_output_as_wide_as_the_embeddings_is_no_logits() -> None:
     found = refusal([embeds], [Port("draft", "float32", ("b", "s", 64))])
     assert found.code == "E_NO_LOGITS_OUTPUT"
     assert found.ports == ("draft",)
+
+
+def test_an_output_as_wide_as_the_embeddings_are_long_may_be_the_logits() -> None:
+    """Only the last extent is a width: 256 tokens a call, and 256 bytes in the vocabulary."""
+    embeds = Port("inputs_embeds", "float32", ("b", 256, 64))
+    assert topology([embeds], [Port("scores", "float32", ("b", 256, 256))]).logits_output == "scores"
+
+
+def test_an_input_named_after_the_logits_does_not_make_a_cache_of_them() -> None:
+    """`prev_x` and `x` are a state by their names; the logits are what a decoder is for."""
+    previous = Port("prev_logits", "float32", ("b", 1000))
+    found = refusal([TOKENS, previous], [Port("logits", "float32", ("b", 1000))])
+    assert (found.code, found.ports, found.also) == ("E_UNKNOWN_INPUT", ("prev_logits",), ())
 
 
 def test_an_output_as_wide_as_a_state_is_no_logits() -> None:

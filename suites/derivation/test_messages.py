@@ -89,6 +89,19 @@ def io(**block: Any) -> Callable[[], Derivation]:
     return asked(dense_06b(layers=1), declared=block)
 
 
+def static(**lists: list[str]) -> Callable[[], Derivation]:
+    """A decoder with buffers of fixed size, of whose declaration some lists are others."""
+    return asked(static_cache(layers=1), declared={"static_cache": {**STATIC_BLOCK, **lists}})
+
+
+STATIC_BLOCK: Mapping[str, Any] = {
+    "write_indices_input": "write_indices",
+    "kv_sequence_length_input": "nonpad_kv_seqlen",
+    "key_cache_inputs": ["key_cache.0"],
+    "value_cache_inputs": ["value_cache.0"],
+    "key_cache_outputs": ["updated_key_cache.0"],
+    "value_cache_outputs": ["updated_value_cache.0"],
+}
 REFUSALS: Mapping[str, Callable[[], Derivation]] = {
     "no name": asked(dense(more_in=floats(""))),
     "nul": asked(dense(more_in=floats("a\0b"))),
@@ -97,6 +110,7 @@ REFUSALS: Mapping[str, Callable[[], Derivation]] = {
     "twice out": asked(dense(more_out=floats("logits", "logits"))),
     "unknown": asked(dense(more_in=floats("a", "b", "c", "d", "e", "f"))),
     "line end in a name": asked(dense(more_in=floats("a\nb"))),
+    "accent and line end in a name": asked(dense(more_in=floats("caf\u00e9\n\\"))),
     "paged names": asked(dense(more_in=(Port("block_table", "int32", ("batch", 4)),))),
     "paged shape": asked(changed("past_key_values.3.key", shape=("num_blocks", 16, 4, 256))),
     "no token": asked(without("input_ids")),
@@ -119,6 +133,15 @@ REFUSALS: Mapping[str, Callable[[], Derivation]] = {
     ),
     "hidden state for logits": asked(
         PortInventory(dense_06b(layers=1).inputs, (*without("logits").outputs, *floats("hidden_states")))
+    ),
+    "hidden state beside another": asked(
+        PortInventory(dense_06b(layers=1).inputs, (*without("logits").outputs, *floats("hidden_states", "b")))
+    ),
+    "an output without a shape beside another": asked(
+        PortInventory(
+            dense_06b(layers=1).inputs,
+            (*without("logits").outputs, *floats("a"), Port("b", "float16", None)),
+        )
     ),
     "no cache": asked(
         PortInventory((Port("input_ids", "int64", ("b", "s")),), (Port("logits", "float32", ("b", "s", 9)),))
@@ -148,6 +171,12 @@ REFUSALS: Mapping[str, Callable[[], Derivation]] = {
     ),
     "present alone": asked(without("past_key_values.0.key")),
     "layers apart": asked(dense(more_in=floats("past_key_values.7.key"), more_out=floats("present.8.key"))),
+    "layers apart, and a present alone": asked(
+        dense(
+            more_in=floats("past_key_values.7.key"),
+            more_out=floats("present.8.key", "present_states.9.ssm"),
+        )
+    ),
     "two presents": asked(
         dense(more_in=floats("past_states.0.ssm"), more_out=floats("present.0.ssm", "present_states.0.ssm"))
     ),
@@ -166,6 +195,25 @@ REFUSALS: Mapping[str, Callable[[], Derivation]] = {
     "scatter without controls": asked(PortInventory(static_cache().inputs[:-2], static_cache().outputs)),
     "scatter without length": asked(PortInventory(static_cache().inputs[:-1], static_cache().outputs)),
     "declared missing": io(token_input="nobody"),
+    "declared missing, then there": io(
+        kv_inputs=["nobody", "past_key_values.0.key", "past_key_values.0.value"],
+        kv_outputs=["nothing", "present.0.key", "present.0.value"],
+    ),
+    "declared state without its input": asked(
+        odd_names(), declared={**ODD_BLOCK, "state_pairs": [{"input": "nobody", "output": "w"}]}
+    ),
+    "declared state without its output": asked(
+        odd_names(), declared={**ODD_BLOCK, "state_pairs": [{"input": "e", "output": "nothing"}]}
+    ),
+    "declared buffer without its input": static(key_cache_inputs=["nobody"]),
+    "declared buffer without its output": static(key_cache_outputs=["nothing"]),
+    "declared cross on one side": asked(
+        whisper_cross_kv(layers=1),
+        declared={
+            "cross_kv_inputs": [f"past_key_values.0.encoder.{kind}" for kind in ("key", "value")],
+            "cross_kv_outputs": ["present.0.encoder.key"],
+        },
+    ),
     "declared twice": io(token_input="input_ids", position_ids_input="input_ids"),
     "declared one side too long": io(kv_inputs=["past_key_values.0.key", "b"], kv_outputs=["present.0.key"]),
     "declared other side too long": io(kv_inputs=["a"], kv_outputs=["b", "c", "d"]),
@@ -187,19 +235,7 @@ REFUSALS: Mapping[str, Callable[[], Derivation]] = {
             "static_cache": {"write_indices_input": "write_indices", "key_cache_inputs": ["key_cache.0"]}
         },
     ),
-    "declared uneven static": asked(
-        static_cache(layers=1),
-        declared={
-            "static_cache": {
-                "write_indices_input": "write_indices",
-                "kv_sequence_length_input": "nonpad_kv_seqlen",
-                "key_cache_inputs": ["key_cache.0"],
-                "value_cache_inputs": ["value_cache.0"],
-                "key_cache_outputs": ["updated_key_cache.0", "x"],
-                "value_cache_outputs": ["updated_value_cache.0"],
-            }
-        },
-    ),
+    "declared uneven static": static(key_cache_outputs=["updated_key_cache.0", "x"]),
 }
 GENAI_INPUTS = {"past_key_names": "past_key_values.%d.key"}
 INPUT_ERRORS: Mapping[str, Callable[[], object]] = {
@@ -313,7 +349,14 @@ def error_of(name: str) -> list[str]:
 
 
 def documents() -> dict[str, Any]:
-    """Whole documents: a static cache, cross KV by configuration, and a declared topology."""
+    """Whole documents: a static cache, cross KV by configuration, and declared topologies."""
+    extra = dense(
+        more_in=(Port("mel", "float32", ("batch", 80, 3000)), Port("bias", "float32", (1, 8))),
+        more_out=(Port("h", "float32", ("batch", "s", 64)),),
+    )
+    extra_block = {"audio_features_input": "mel", "optional_inputs": ["bias"], "hidden_output": "h"}
+    lengths = dense(more_in=(Port("n", "int64", ()),))
+    lengths_config = {"model": {"decoder": {"inputs": {"total_sequence_length": "n"}}}}
     return {
         "static cache": derivation_document("x", resolve(static_cache(layers=1))),
         "whisper": derivation_document(
@@ -321,6 +364,12 @@ def documents() -> dict[str, Any]:
         ),
         "hybrid": derivation_document("x", resolve(hybrid_27b(layers=4))),
         "declared": derivation_document("x", resolve(odd_names(), declared=ODD_BLOCK)),
+        "declared buffers": derivation_document(
+            "x", resolve(static_cache(layers=1), declared={"static_cache": STATIC_BLOCK})
+        ),
+        "declared beside caches": derivation_document("x", resolve(extra, declared=extra_block)),
+        "configured lengths": derivation_document("x", resolve(lengths, genai_config=lengths_config)),
+        "malformed": derivation_document("x", REFUSALS["nul"]()),
         "refused": derivation_document("x", REFUSALS["unknown"]()),
         "declined": derivation_document("x", REFUSALS["declined"]()),
     }

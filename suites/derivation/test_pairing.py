@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.layouts import dense_06b, interface
+from fixtures.layouts import dense_06b, interface, whisper_cross_kv
 from harness.ports import Port, PortInventory
 from harness.topology.patterns import PatternTable, StemTable, layer_of
 from harness.topology.resolve import resolve
-from harness.topology.spec import Refusal, Role
+from harness.topology.spec import Outcome, Refusal, Role
 from harness.topology.swaps import cache_role, says_activation, says_attention, tokens, without
 
 GROWING = ("batch", 2, "past", 16)
@@ -64,14 +64,41 @@ def test_a_stem_is_not_empty() -> None:
     assert table.matches("past_") == []
     assert table.matches("x_in") == [("suffix", "x")]
     assert table.matches("past_x_in") == [("prefix", "x_in"), ("suffix", "past_x")]
+    between = StemTable([("in_*_in", "both")])
+    assert between.matches("in_x_in") == [("both", "x")]
+    assert between.matches("in_in") == []
 
 
 @pytest.mark.parametrize(
-    ("text", "layer"), [("0.conv", 0), ("conv.12", 12), ("a_3_b", 3), ("h0", None), ("conv", None)]
+    ("text", "layer"),
+    [
+        ("0.conv", 0),
+        ("conv.12", 12),
+        ("a_3_b", 3),
+        ("h0", None),
+        ("conv", None),
+        ("123456789", 123456789),
+        ("1234567890", None),
+    ],
 )
 def test_a_layer_is_a_number_that_stands_alone(text: str, layer: int | None) -> None:
-    """A digit that belongs to a word is no layer."""
+    """A digit that belongs to a word is no layer, nor is a number of ten digits or more."""
     assert layer_of(text) == layer
+
+
+@pytest.mark.parametrize(("index", "layer"), [("007", 7), ("123456789", 123456789), ("1234567890", None)])
+@pytest.mark.parametrize("only_read", [False, True])
+def test_an_index_of_any_length_pairs_and_only_a_short_one_is_a_layer(
+    index: str, layer: int | None, only_read: bool
+) -> None:
+    """Pairing goes by the digits as they stand; what reports give as a layer is a number one can count to."""
+    kind = "encoder.key" if only_read else "key"
+    ports = dense_06b(layers=1)
+    past = Port(f"past_key_values.{index}.{kind}", "float32", GROWING)
+    presents = () if only_read else (Port(f"present.{index}.{kind}", "float32", GROWN),)
+    found = resolve(PortInventory((*ports.inputs, past), (*ports.outputs, *presents))).topology
+    assert found is not None
+    assert [port.layer for port in found.roles if index in port.name] == [layer] * (1 + len(presents))
 
 
 def test_a_past_with_two_presents_is_ambiguous() -> None:
@@ -120,9 +147,25 @@ def test_a_name_that_stands_twice_is_refused(side: str) -> None:
 def test_a_port_that_cannot_be_is_malformed(port: Port) -> None:
     """Names and extents that no tensor has are refused before anything is concluded from them."""
     ports = dense_06b(layers=1)
-    found = resolve(PortInventory((*ports.inputs, port), ports.outputs)).refusal
+    derivation = resolve(PortInventory((*ports.inputs, port), ports.outputs))
+    assert derivation.outcome is Outcome.REFUSED
+    assert derivation.refusal is not None
+    assert (derivation.refusal.code, derivation.refusal.ports) == ("E_MALFORMED_PORT", (port.name,))
+
+
+def test_the_largest_extent_that_a_file_can_say_is_one() -> None:
+    """Such a port may be of no use, and it is not malformed."""
+    ports = dense_06b(layers=1)
+    port = Port("x", "float32", ((1 << 63) - 1,))
+    found = resolve(PortInventory(ports.inputs, (*ports.outputs, port))).topology
     assert found is not None
-    assert (found.code, found.ports) == ("E_MALFORMED_PORT", (port.name,))
+    assert {one.name: one.role for one in found.roles}["x"] is Role.AUXILIARY
+
+
+def test_an_unknown_gate_is_an_error() -> None:
+    """A misspelt one must not pass for the default."""
+    with pytest.raises(ValueError, match="recurrent"):
+        resolve(dense_06b(layers=1), gate="recurrent")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["block_table", "slot_mapping", "cumulative_sequence_lengths"])
@@ -143,6 +186,62 @@ def test_missing_partners_are_named_and_no_layer_is_paired_with_another() -> Non
     )
     assert found.code == "E_LAYER_ID_MISMATCH"
     assert set(found.ports) == {"past_key_values.7.key", "present.4.key"}
+
+
+@pytest.mark.parametrize(
+    ("past", "present"),
+    [
+        ("key_cache.3", "updated_key_cache.4"),
+        ("past_key_self_7", "present_key_self_8"),
+        ("shift_1_in", "shift_2_out"),
+    ],
+)
+def test_partners_under_other_indices_are_named_in_every_naming(past: str, present: str) -> None:
+    """Full patterns, and words swapped where the graph is seen to swap them: pairing would be a guess."""
+    found = refusal(
+        [Port("shift_0_in", "float32", STATE), Port(past, "float32", STATE)],
+        [Port("shift_0_out", "float32", STATE), Port(present, "float32", STATE)],
+    )
+    assert (found.code, found.ports) == ("E_LAYER_ID_MISMATCH", (past, present))
+
+
+@pytest.mark.parametrize(
+    ("past", "present"),
+    [("past_key_values_1_conv", "present_1_conv"), ("shift_0_in", "shift_0_out")],
+    ids=["stem", "swap"],
+)
+def test_a_dispute_over_one_input_leaves_the_next_one_alone(past: str, present: str) -> None:
+    """Two presents fit the first input, and nothing is wrong with what follows it."""
+    disputed = ("present_key_values_0_key", "present_0_key")
+    found = refusal(
+        [Port("past_key_values_0_key", "float32", GROWING), Port(past, "float32", STATE)],
+        [*(Port(name, "float32", GROWN) for name in disputed), Port(present, "float32", STATE)],
+    )
+    assert (found.code, found.also) == ("E_AMBIGUOUS_STATE_PAIRING", ())
+    assert set(found.ports) == {"past_key_values_0_key", *disputed}
+
+
+def test_keys_under_no_pattern_for_them_are_not_taken_for_a_state() -> None:
+    """A fixed shape fits both, and zeros for keys would be wrong; a word for a state settles it."""
+    found = refusal([Port("past_k_3", "float32", STATE)], [Port("present_k_3", "float32", STATE)])
+    assert (found.code, found.ports) == ("E_AMBIGUOUS_STATE_PAIRING", ("past_k_3", "present_k_3"))
+    ports = interface(vocab=1000)
+    past, present = (Port(f"{side}_conv_k_3", "float32", STATE) for side in ("past", "present"))
+    topology = resolve(PortInventory((*ports.inputs, past), (*ports.outputs, present))).topology
+    assert topology is not None
+    assert [pair.input for pair in topology.state_pairs] == ["past_conv_k_3"]
+
+
+def test_cross_kv_of_which_only_some_comes_back_has_no_list_of_outputs() -> None:
+    """A list that is shorter than that of the inputs would pair them wrongly; each port keeps its partner."""
+    ports = whisper_cross_kv(layers=2)
+    outputs = tuple(port for port in ports.outputs if port.name != "present.0.encoder.value")
+    found = resolve(PortInventory(ports.inputs, outputs)).topology
+    assert found is not None
+    assert (len(found.cross_kv_inputs), found.cross_kv_outputs) == (4, ())
+    pairs = {port.name: port.pair for port in found.roles if ".encoder." in port.name}
+    assert pairs["past_key_values.0.encoder.key"] == "present.0.encoder.key"
+    assert pairs["past_key_values.0.encoder.value"] is None
 
 
 @pytest.mark.parametrize(

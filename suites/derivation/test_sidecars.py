@@ -12,6 +12,7 @@ from fixtures.layouts import (
     hybrid_27b,
     interface,
     static_cache,
+    whisper_cross_kv,
 )
 from fixtures.odd_names import GROWING, GROWN, ODD_BLOCK, odd_names
 from harness.errors import InputError
@@ -56,15 +57,44 @@ def test_a_declared_pairing_wins_over_the_names() -> None:
     assert topology(inventory).kv_outputs != found.kv_outputs
 
 
-def test_a_partial_declaration_is_completed_from_the_names() -> None:
-    """Only the past side of the caches is declared; outputs, tokens, mask and logits are derived."""
+@pytest.mark.parametrize("side", ["kv_inputs", "kv_outputs"])
+def test_a_partial_declaration_is_completed_from_the_names(side: str) -> None:
+    """Only one side of the caches is declared; the other, tokens, mask and logits are derived."""
     inventory = hybrid_27b(layers=4)
     derived = topology(inventory)
     declared = {
-        "kv_inputs": list(derived.kv_inputs),
+        side: io_block(derived)[side],
         "state_pairs": [{"input": pair.input, "output": pair.output} for pair in derived.state_pairs],
     }
     assert io_block(topology(inventory, declared=declared)) == io_block(derived)
+
+
+@pytest.mark.parametrize(
+    "inventory",
+    [dense_06b(layers=2), whisper_cross_kv(layers=2), static_cache(layers=2)],
+    ids=["dense", "cross-attention", "static"],
+)
+def test_declaring_what_is_derived_changes_the_evidence_and_nothing_else(inventory: PortInventory) -> None:
+    """Roles, partners and layers of all ports are those of the names that the block repeats."""
+
+    def facts(found: Topology) -> list[tuple[str, str, Role, str | None, int | None]]:
+        return [(port.name, port.direction, port.role, port.pair, port.layer) for port in found.roles]
+
+    derived = topology(inventory)
+    declared = topology(inventory, declared=io_block(derived))
+    assert facts(declared) == facts(derived)
+    assert {port.because for port in declared.roles if port.pair} == {"declared by the package's io block"}
+
+
+def test_declared_cross_kv_may_be_only_read() -> None:
+    """An encoder gives it once, so no output does; names that nobody knows say nothing against it."""
+    plain = dense_06b(layers=1)
+    inventory = PortInventory(
+        (*plain.inputs, *(Port(name, "float32", ("batch", 2, "frames", 16)) for name in ("mem_k", "mem_v"))),
+        plain.outputs,
+    )
+    found = topology(inventory, declared={"cross_kv_inputs": ["mem_k", "mem_v"]})
+    assert (found.cross_kv_inputs, found.cross_kv_outputs) == (("mem_k", "mem_v"), ())
 
 
 def test_an_empty_block_declares_nothing() -> None:
@@ -397,6 +427,8 @@ def test_a_workflow_without_decoder_declares_nothing() -> None:
         ("kv", "mem_value", Role.KV_VALUE),
         ("kv", "cross_k", Role.KV_FUSED),
         ("kv", "mem", Role.KV_FUSED),
+        ("kv", "past_key_values.0.0", Role.KV_KEY),
+        ("kv", "past_key_values.0.1", Role.KV_VALUE),
         ("cross_kv", "mem_value", Role.CROSS_KV_VALUE),
         ("cross_kv", "enc_v", Role.CROSS_KV_VALUE),
         ("cross_kv", "enc_k", Role.CROSS_KV_KEY),
