@@ -7,11 +7,13 @@ a `ParityError` is a defect of this project.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 __all__ = [
     "EngineFailedError",
     "EngineUnavailableError",
+    "FailureDetails",
     "InputError",
     "InvalidRunError",
     "NotDrivableError",
@@ -59,12 +61,30 @@ class NotDrivableError(ParityError):
         self.ports = ports
 
 
+@dataclass(frozen=True, slots=True)
+class FailureDetails:
+    """What is known of an engine's failure beside its message; only a process of its own leaves any.
+
+    Attributes:
+        signal: name of the signal that ended the process, such as `SIGSEGV`; None where none did.
+        exit_code: with which the process ended by itself; None where it did not.
+        limit: the limit that it broke and its value; None where it broke none.
+        stderr_tail: the end of what it wrote to standard output and error; None where it wrote nothing.
+    """
+
+    signal: str | None = None
+    exit_code: int | None = None
+    limit: str | None = None
+    stderr_tail: str | None = None
+
+
 class EngineFailedError(ParityError):
     """An engine was asked to do what it should be able to do, and did not: this is a verdict.
 
     Attributes:
         kind: `crashed`, `timeout`, or `unsupported` (an operator or type that it lacks).
         step: index of the decode step at which it failed (0 is the prefill); None before decoding.
+        details: how its process ended, as far as it is known.
     """
 
     exit_code: ClassVar[int] = 4
@@ -76,10 +96,12 @@ class EngineFailedError(ParityError):
         next_action: str,
         kind: Literal["crashed", "timeout", "unsupported"],
         step: int | None = None,
+        details: FailureDetails = FailureDetails(),
     ) -> None:
         super().__init__(message, next_action=next_action)
         self.kind = kind
         self.step = step
+        self.details = details
 
 
 class EngineUnavailableError(ParityError):

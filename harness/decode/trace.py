@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from harness.engines.base import SessionInfo, TopLogits
+from harness.errors import FailureDetails
 
 __all__ = ["Trace", "TraceFailure"]
 
@@ -18,11 +19,13 @@ class TraceFailure:
         kind: as in `harness.errors.EngineFailedError`.
         step: the step that failed; 0 is the prefill. As many tokens stand in the trace.
         message: what the engine said, one line.
+        details: how its process ended, as far as it is known.
     """
 
     kind: Literal["crashed", "timeout", "unsupported"]
     step: int
     message: str
+    details: FailureDetails = field(default_factory=FailureDetails)
 
 
 @dataclass(frozen=True, slots=True)

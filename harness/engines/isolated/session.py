@@ -1,0 +1,176 @@
+"""A session in another process, behind the session protocol.
+
+Handles are numbers of tensors that stay in the worker. `place` and `zeros` take no round trip: they travel
+with the next call, as does what was dropped meanwhile. A step of decoding is two round trips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from harness.engines.base import SessionInfo, TensorHandle, TopLogits
+from harness.engines.isolated.arena import aligned
+from harness.engines.isolated.process import Worker
+from harness.engines.isolated.protocol import Document, info_from, ports_from, top_from
+from harness.engines.tensor_types import dtype_of_array, numpy_dtype
+from harness.errors import InputError
+from harness.ports import PortInventory
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["IsolatedHandle", "IsolatedSession"]
+
+
+class IsolatedHandle:
+    """The number of a tensor in a worker, which keeps it as long as this handle lives."""
+
+    __slots__ = ("_dropped", "_dtype", "_shape", "number")
+
+    def __init__(self, number: int, dtype: str, shape: tuple[int, ...], dropped: list[int]) -> None:
+        self.number = number
+        self._dtype = dtype
+        self._shape = shape
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        self._dropped.append(self.number)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Concrete extents."""
+        return self._shape
+
+    @property
+    def dtype(self) -> str:
+        """Element type in the vocabulary of `harness.ports.Port.dtype`."""
+        return self._dtype
+
+
+class IsolatedSession:
+    """A `harness.engines.base.Session` whose graph is loaded in a worker process."""
+
+    def __init__(self, worker: Worker, opened: Mapping[str, Any]) -> None:
+        """Take over a worker that has answered `open`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the answer is not what it must be.
+        """
+        self._worker: Worker | None = worker
+        self._info = info_from(opened["info"])
+        self._inventory = ports_from(opened["ports"])
+        self._count = 0
+        self._dropped: list[int] = []
+        self._new: list[tuple[int, str, tuple[int, ...], int | None]] = []
+        self._used = 0
+
+    @property
+    def inventory(self) -> PortInventory:
+        """The ports as the engine reports them."""
+        return self._inventory
+
+    @property
+    def info(self) -> SessionInfo:
+        """What runs and how."""
+        return self._info
+
+    def place(self, array: NDArray[Any]) -> IsolatedHandle:
+        """Copy a host array into shared memory, from where the worker takes it at the next call."""
+        arena = self._live().arena
+        offset, self._used = self._used, self._used + aligned(array.nbytes)
+        arena.grow(self._used)
+        arena.write(offset, array)
+        return self._fresh(dtype_of_array(array.dtype), array.shape, offset)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> IsolatedHandle:
+        """Zeros that the engine makes at the next call."""
+        self._live()
+        return self._fresh(dtype, tuple(shape), None)
+
+    def run(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> dict[str, TensorHandle]:
+        """Run the graph once; see `harness.engines.base.Session.run`."""
+        first, self._count = self._count, self._count + len(outputs)
+        numbers = {name: cast("IsolatedHandle", handle).number for name, handle in feeds.items()}
+        answer = self._ask(
+            "running", {"ask": "run", "feeds": numbers, "outputs": list(outputs), "first": first}
+        )
+        try:
+            return {
+                name: IsolatedHandle(number, dtype, tuple(shape), self._dropped)
+                for number, (name, (dtype, shape)) in enumerate(
+                    zip(outputs, answer["outputs"], strict=True), first
+                )
+            }
+        except (KeyError, TypeError, ValueError):
+            self._live().malformed("running")
+
+    def top_logits(
+        self, logits: TensorHandle, *, k: int, positions: Sequence[int] | None = None
+    ) -> list[TopLogits]:
+        """The largest logits, reduced in the worker; see `harness.engines.base.Session.top_logits`."""
+        handle = cast("IsolatedHandle", logits)
+        _check_reduction(handle.shape, k, positions)
+        wanted = None if positions is None else [int(position) for position in positions]
+        question = {"ask": "top", "handle": handle.number, "k": k, "positions": wanted}
+        answer = self._ask("reducing logits", question)
+        try:
+            return [top_from(top) for top in answer["tops"]]
+        except (KeyError, TypeError, ValueError):
+            self._live().malformed("reducing logits")
+
+    def copy_out(self, handle: TensorHandle) -> NDArray[np.generic]:
+        """Copy a tensor to the host, through shared memory."""
+        from math import prod
+
+        worker = self._live()
+        number, dtype = cast("IsolatedHandle", handle).number, numpy_dtype(handle.dtype)
+        worker.arena.grow(max(self._used, prod(handle.shape) * dtype.itemsize))
+        answer = self._ask("copying a tensor", {"ask": "copy", "handle": number})
+        if (answer.get("dtype"), answer.get("shape")) != (handle.dtype, list(handle.shape)):
+            worker.malformed("copying a tensor")
+        array = worker.arena.read(0, handle.shape, dtype)
+        worker.arena.trim()
+        return array
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _fresh(self, dtype: str, shape: tuple[int, ...], offset: int | None) -> IsolatedHandle:
+        number, self._count = self._count, self._count + 1
+        self._new.append((number, dtype, shape, offset))
+        return IsolatedHandle(number, dtype, shape, self._dropped)
+
+    def _ask(self, doing: str, question: Document) -> Document:
+        """Ask the worker, with all that has gathered since the last call."""
+        worker = self._live()
+        # Handles of tensors that the worker never heard of may be among the dropped ones.
+        dropped = self._dropped.copy()
+        del self._dropped[: len(dropped)]
+        question |= {"arena": worker.arena.size, "new": self._new, "drop": dropped}
+        self._new, self._used = [], 0
+        return worker.ask(doing, question)
+
+    def _live(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("the session is closed")
+        return self._worker
+
+
+def _check_reduction(shape: tuple[int, ...], k: int, positions: Sequence[int] | None) -> None:
+    """Tell a caller's mistake from an engine's failure; rules as in `harness.engines.reduce`."""
+    if k < 1:
+        raise ValueError(f"k must be at least 1, not {k}")
+    if len(shape) not in (2, 3) or shape[0] != 1 or shape[-1] == 0:
+        raise InputError(
+            f"Logits have shape {list(shape)}; they must be [1, positions, vocab] or [1, vocab].",
+            next_action="Name the graph's logits output under `io.logits_output`.",
+        )
+    count = shape[1] if len(shape) == 3 else 1
+    for position in positions or ():
+        if not -count <= position < count:
+            raise IndexError(f"position {position} of {count}")

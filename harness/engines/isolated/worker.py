@@ -1,0 +1,177 @@
+"""The worker process: one engine, one session, and answers to what the parent asks of it.
+
+Standard output and error are the parent's to read as noise; answers take a channel of their own. Errors of
+ours go back as they are, any other is a crash that the traceback on standard error explains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from harness.engines.base import Engine, Session, TensorHandle
+from harness.engines.isolated.arena import Arena
+from harness.engines.isolated.protocol import (
+    Document,
+    error_document,
+    info_document,
+    ports_document,
+    receive,
+    send,
+    top_document,
+)
+from harness.engines.tensor_types import numpy_dtype
+from harness.errors import EngineFailedError, ParityError
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Serve the parent until it has no more questions, or is no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel, life, arena = map(int, sys.argv[1:])
+    _live_by(life)
+    _be_first_out_of_memory()
+    faulthandler.enable(all_threads=False)
+    with socket.socket(fileno=channel) as stream:
+        _serve(stream, _Worker(Arena(arena, os.fstat(arena).st_size)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # what libraries do when a process ends in good order is nobody's finding
+
+
+def _serve(channel: socket.socket, worker: _Worker) -> None:
+    while (question := receive(channel)) is not None:
+        try:
+            answer = worker.answer(question)
+        except ParityError as error:
+            answer = {"error": error_document(error)}
+        except Exception as error:  # an engine may raise whatever it likes
+            traceback.print_exc()
+            answer = {"error": error_document(worker.meaning(error))}
+        send(channel, answer)
+    worker.close()
+
+
+class _Worker:
+    """One session, and the tensors that the parent holds handles of."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._name = "the engine"
+        self._session: Session | None = None
+        self._handles: dict[int, TensorHandle] = {}
+        self._answers: dict[str, Callable[[Document], Document]] = {
+            "open": self._open,
+            "run": self._run,
+            "top": self._top,
+            "copy": self._copy,
+        }
+
+    def answer(self, question: Document) -> Document:
+        """Do what is asked."""
+        self._arena.see(question.get("arena", 0))
+        for number in question.get("drop", ()):
+            self._handles.pop(number, None)
+        for number, dtype, shape, offset in question.get("new", ()):
+            self._handles[number] = self._new(dtype, shape, offset)
+        return self._answers[question["ask"]](question)
+
+    def meaning(self, error: Exception) -> EngineFailedError:
+        """The failure that an exception from within the engine is."""
+        text = " ".join(str(error).split())
+        return EngineFailedError(
+            f"{self._name} raised {type(error).__name__}{': ' if text else ''}{text}",
+            kind="crashed",
+            next_action="Report it to the engine; the report has the traceback.",
+        )
+
+    def close(self) -> None:
+        """Free the session."""
+        if self._session is not None:
+            with contextlib.suppress(Exception):
+                self._session.close()
+
+    def _open(self, question: Document) -> Document:
+        self._name = question["name"]
+        engine = _load(question["engine"])
+        self._session = engine.open(Path(question["model"]), question["options"])
+        return {
+            "info": info_document(self._session.info),
+            "ports": ports_document(self._session.inventory),
+        }
+
+    def _new(self, dtype: str, shape: list[int], offset: int | None) -> TensorHandle:
+        """Zeros, or what stands in the arena from `offset` on."""
+        if offset is None:
+            return self._live.zeros(tuple(shape), dtype)
+        return self._live.place(self._arena.read(offset, shape, numpy_dtype(dtype)))
+
+    def _run(self, question: Document) -> Document:
+        feeds = {name: self._handles[number] for name, number in question["feeds"].items()}
+        results = self._live.run(feeds, question["outputs"])
+        made = [results[name] for name in question["outputs"]]
+        self._handles.update(enumerate(made, question["first"]))
+        return {"outputs": [[handle.dtype, handle.shape] for handle in made]}
+
+    def _top(self, question: Document) -> Document:
+        handle = self._handles[question["handle"]]
+        tops = self._live.top_logits(handle, k=question["k"], positions=question["positions"])
+        return {"tops": [top_document(top) for top in tops]}
+
+    def _copy(self, question: Document) -> Document:
+        array = self._live.copy_out(self._handles[question["handle"]])
+        if array.nbytes > self._arena.size:
+            raise ValueError(f"a tensor said that it holds fewer than its {array.nbytes} bytes")
+        self._arena.write(0, array)
+        return {"shape": array.shape, "dtype": self._handles[question["handle"]].dtype}
+
+    @property
+    def _live(self) -> Session:
+        if self._session is None:
+            raise RuntimeError("no session is open")
+        return self._session
+
+
+def _load(reference: str) -> Engine:
+    """The engine that an entry point names, as `module:attribute`."""
+    from importlib.metadata import EntryPoint
+
+    engine = EntryPoint(name="engine", value=reference, group="").load()
+    if not isinstance(engine, Engine):
+        raise TypeError(f"{reference} is no engine")
+    return engine
+
+
+def _live_by(life: int) -> None:
+    """End at once when the parent does, whatever this process is doing then.
+
+    The parent alone holds the other end of the pipe `life`, and never writes to it. Its closing comes as a
+    signal, which ends also a process that is deep in native code; where there is no such signal, or it is
+    blocked, a thread that waits for the same does it as soon as it may run.
+    """
+    import fcntl
+
+    with contextlib.suppress(OSError, AttributeError):
+        fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def wait() -> None:
+        os.read(life, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _be_first_out_of_memory() -> None:
+    """Where the system runs out of memory it shall take this process, and not the parent."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
