@@ -5,16 +5,14 @@ Everything that happens is emitted as events; the return value only closes the s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.decode.loop import greedy_decode
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
-from harness.decode.trace import Trace
-from harness.engines.base import Session, SessionInfo
+from harness.decode.trace import Trace, TraceFailure
+from harness.engines.base import SessionInfo
 from harness.engines.registry import EngineSpec
 from harness.errors import EngineFailedError, InvalidRunError, ParityError
 from harness.events import (
@@ -28,7 +26,8 @@ from harness.events import (
     SessionOpened,
     TokenDecoded,
 )
-from harness.parity.compare import compare_tokens
+from harness.parity.candidate import Candidate
+from harness.parity.compare import TokenComparison, compare_tokens, compare_with_itself
 from harness.parity.reference import OracleMode, Reference
 from harness.parity.verdict import Verdict, exit_code_of, worst_verdict
 from harness.topology.spec import Topology
@@ -110,80 +109,59 @@ _INTERRUPTION = {
 
 
 class _Check:
-    """One run of a plan: the two sessions and the stream."""
+    """One run of a plan: the two sides and the stream."""
 
     def __init__(self, plan: CheckPlan, emit: EventSink) -> None:
         self._plan = plan
         self._emit = emit
+        self._candidate = Candidate(
+            plan.candidate,
+            plan.model,
+            plan.topology,
+            max_new_tokens=plan.max_new_tokens,
+            stop_ids=plan.stop_ids,
+            top_k=TOP_K,
+        )
 
     def run(self) -> CheckFinished:
         plan = self._plan
         # Both sides are opened before anything is said: what turns out to be bad input leaves no report.
         oracle = self._open_oracle()
-        candidate, failure = None, None
+        failure = None
         try:
             try:
-                candidate = self._open(plan.candidate)
+                inventory = self._candidate.session.inventory
                 for prompt in plan.prompts:
-                    check_prompt_ids(
-                        prompt.token_ids, vocabulary_size(candidate.session.inventory, plan.topology)
-                    )
+                    check_prompt_ids(prompt.token_ids, vocabulary_size(inventory, plan.topology))
             except (EngineFailedError, InvalidRunError) as error:
                 failure = error
-            self._announce(oracle, candidate)
+            self._announce(oracle, opened=failure is None)
             oracle.require_proof()
             if isinstance(failure, InvalidRunError):
                 raise failure
             verdicts = []
             for index, prompt in enumerate(plan.prompts):
                 self._emit(PromptStarted(index, prompt.text, prompt.token_ids, plan.max_new_tokens))
-                judged, candidate = self._decode(index, prompt, oracle, candidate, failure)
+                judged = self._decode(index, prompt, oracle, failure)
                 verdicts.append(Verdict(judged.verdict))
                 self._emit(judged)
         finally:
             oracle.close()
-            if candidate is not None:
-                candidate.session.close()
+            self._candidate.close()
         verdict = worst_verdict(verdicts)
         return CheckFinished(verdict=verdict, exit_code=exit_code_of(verdict))
 
     def _decode(
-        self,
-        index: int,
-        prompt: Prompt,
-        oracle: Reference,
-        candidate: _Opened | None,
-        failure: EngineFailedError | None,
-    ) -> tuple[PromptJudged, _Opened | None]:
-        """Judge one prompt; also gives the session for the next one, None where it must be a new one."""
-        plan = self._plan
+        self, index: int, prompt: Prompt, oracle: Reference, failure: EngineFailedError | None
+    ) -> PromptJudged:
+        """Judge one prompt."""
         try:
             if failure is not None:
                 raise failure
-            # A session that has failed is never used again.
-            candidate = candidate or self._open(plan.candidate)
-            trace = greedy_decode(
-                candidate.session,
-                plan.topology,
-                prompt.token_ids,
-                max_new_tokens=plan.max_new_tokens,
-                stop_ids=plan.stop_ids,
-                top_k=TOP_K,
-                on_step=self._progress(index, "candidate"),
-            )
+            trace = self._candidate.decode(prompt.token_ids, on_step=self._progress(index, "candidate"))
         except EngineFailedError as error:
-            facts = FailureFacts(error.kind, error.message, error.step)
-            return _failed(index, facts, 0.0), None
-        judged = self._judge(index, trace, oracle)
-        if trace.failure is not None:
-            candidate.session.close()
-            candidate = None
-        return judged, candidate
-
-    def _open(self, spec: EngineSpec) -> _Opened:
-        start = time.perf_counter()
-        session = spec.open(self._plan.model)
-        return _Opened(session, time.perf_counter() - start)
+            return _failed(index, _facts(error), 0.0)
+        return self._judge(index, trace, oracle)
 
     def _open_oracle(self) -> Reference:
         plan = self._plan
@@ -195,7 +173,7 @@ class _Check:
                 next_action=error.next_action,
             ) from error
 
-    def _announce(self, oracle: Reference, candidate: _Opened | None) -> None:
+    def _announce(self, oracle: Reference, *, opened: bool) -> None:
         plan = self._plan
         self._emit(
             CheckStarted(
@@ -212,12 +190,12 @@ class _Check:
             )
         )
         self._emit(_opened_event("oracle", oracle.info, oracle.seconds, oracle.proof))
-        if candidate is not None:
+        if opened:
+            candidate = self._candidate
             self._emit(_opened_event("candidate", candidate.session.info, candidate.seconds))
 
     def _judge(self, index: int, trace: Trace, oracle: Reference) -> PromptJudged:
-        failure = trace.failure
-        facts = None if failure is None else FailureFacts(failure.kind, failure.message, failure.step)
+        facts = None if trace.failure is None else _facts(trace.failure)
         if not trace.token_ids:
             assert facts is not None, "a decode without tokens and without a failure"
             return _failed(index, facts, trace.seconds)
@@ -228,6 +206,8 @@ class _Check:
             where = f"Prompt {index + 1}: {error.message}"
             raise InvalidRunError(where, next_action=error.next_action) from error
         found = compare_tokens(trace, reference.trace, bands=reference.bands, undecided=reference.undecided)
+        if facts is None and found.first_divergence is not None:
+            found, facts = self._repeat(trace, found)
         return PromptJudged(
             index=index,
             verdict=found.verdict if facts is None else Verdict(facts.kind),
@@ -242,6 +222,15 @@ class _Check:
             first_divergence=found.first_divergence,
             failure=facts,
         )
+
+    def _repeat(self, trace: Trace, found: TokenComparison) -> tuple[TokenComparison, FailureFacts | None]:
+        """Decode a prompt that differs from the oracle once more: does it differ from itself?"""
+        try:
+            again = self._candidate.decode(trace.prompt_ids)
+        except EngineFailedError as error:
+            return found, _facts(error)
+        facts = None if again.failure is None else _facts(again.failure)
+        return compare_with_itself(found, trace, again), facts
 
     def _progress(self, index: int, role: EngineRole) -> _Progress:
         return _Progress(self._emit, index, role)
@@ -263,12 +252,6 @@ def _opened_event(
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    session: Session
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Progress:
     emit: EventSink
     index: int
@@ -276,6 +259,10 @@ class _Progress:
 
     def __call__(self, step: int, token_id: int) -> None:
         self.emit(TokenDecoded(self.index, self.role, step, token_id))
+
+
+def _facts(failure: EngineFailedError | TraceFailure) -> FailureFacts:
+    return FailureFacts(failure.kind, failure.message, failure.step, **asdict(failure.details))
 
 
 def _failed(index: int, facts: FailureFacts, seconds: float) -> PromptJudged:

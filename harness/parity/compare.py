@@ -8,14 +8,14 @@ equals the candidate's token, that *is* the oracle's own greedy decode, by induc
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.decode.trace import Trace
 from harness.engines.base import TopLogits
 from harness.events import FirstDivergence
 from harness.parity.verdict import Verdict
 
-__all__ = ["TokenComparison", "compare_tokens"]
+__all__ = ["TokenComparison", "compare_tokens", "compare_with_itself"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,44 @@ def compare_tokens(
             if parted is None
             else _describe(parted, candidate, oracle, band=bands[parted] if bands else None)
         ),
+    )
+
+
+def compare_with_itself(found: TokenComparison, first: Trace, again: Trace) -> TokenComparison:
+    """What is to be said of a candidate that differs from the oracle, and has decoded the prompt once more.
+
+    One that chose other tokens is `nondeterministic`: there is no answer of it to compare. One whose logits
+    alone were others stays as it was found, and the evidence says so. Where the second decode broke off, what
+    there is of it counts.
+
+    Args:
+        found: the comparison of `first` with the oracle, with a divergence.
+        first: the decode that was compared.
+        again: the same prompt on the same engine, from empty KV and zero states.
+    """
+    divergence = found.first_divergence
+    if divergence is None:
+        raise ValueError("a candidate that does not differ from the oracle needs no second decode")
+    pairs = list(zip(first.token_ids, again.token_ids, strict=False))
+    parted = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+    if parted is not None:
+        one, other = pairs[parted]
+        said = f"decoded again, it chose {other} at generated token {parted}, and {one} before"
+        verdict = Verdict.NONDETERMINISTIC
+    elif all(map(_alike, first.steps, again.steps)):
+        return found
+    else:
+        said = "decoded again, it chose the same tokens by other logits"
+        verdict = found.verdict
+    evidence = f"{divergence.evidence}; {said}"
+    return replace(found, verdict=verdict, first_divergence=replace(divergence, evidence=evidence))
+
+
+def _alike(one: TopLogits, other: TopLogits) -> bool:
+    """Equality in which NaN equals NaN."""
+    values = zip(one.values, other.values, strict=True)
+    return (one.token_ids, one.has_nan) == (other.token_ids, other.has_nan) and all(
+        a == b or (a != a and b != b) for a, b in values
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,14 @@ def check(
     return end, judged
 
 
-def choose(token: int, *, at: int) -> Any:
-    """A fault: at run `at` the engine prefers `token`, by a hair."""
+def choose(token: int, *, at: Collection[int]) -> Any:
+    """A fault: at the runs `at` the engine prefers `token`, by a hair.
+
+    A prompt that differs from the oracle is decoded twice, so a fault that is always there has two runs.
+    """
 
     def fault(run: int, top: list[TopLogits]) -> list[TopLogits]:
-        if run != at:
+        if run not in at:
             return top
         best = top[0]
         ids = (token, *(i for i in best.token_ids if i != token))
@@ -94,7 +97,9 @@ def test_a_wrong_token_is_found_where_it_was_planted(model: Path, step: int) -> 
     prompt = PROMPTS[0]
     right = DECODER.greedy(prompt.token_ids, NEW_TOKENS)
     wrong = (right[step] + 1) % DECODER.vocab
-    end, (judged,) = check(model, planted(logits=choose(wrong, at=step)), prompts=[prompt])
+    end, (judged,) = check(
+        model, planted(logits=choose(wrong, at=(step, NEW_TOKENS + step))), prompts=[prompt]
+    )
     assert (end.verdict, end.exit_code) == ("divergent", 1)
     found = judged.first_divergence
     assert found is not None
@@ -116,10 +121,72 @@ def test_a_wrong_token_is_found_where_it_was_planted(model: Path, step: int) -> 
 def test_one_divergent_prompt_does_not_stop_the_others(model: Path) -> None:
     """Every prompt is judged; the report has the worst verdict."""
     right = DECODER.greedy(PROMPTS[1].token_ids, NEW_TOKENS)
-    fault = choose((right[2] + 1) % DECODER.vocab, at=NEW_TOKENS + 2)
+    fault = choose((right[2] + 1) % DECODER.vocab, at=(NEW_TOKENS + 2, 2 * NEW_TOKENS + 2))
     end, judged = check(model, planted(logits=fault))
     assert [j.verdict for j in judged] == ["identical", "divergent", "identical"]
     assert end.verdict == "divergent"
+
+
+@pytest.mark.parametrize("step", [0, 3, NEW_TOKENS - 1])
+def test_a_candidate_that_differs_from_itself_is_nondeterministic(model: Path, step: int) -> None:
+    """A fault in the first decode alone: the second one chooses otherwise, and the evidence says where."""
+    prompt = PROMPTS[0]
+    right = DECODER.greedy(prompt.token_ids, NEW_TOKENS)
+    wrong = (right[step] + 1) % DECODER.vocab
+    end, (judged,) = check(model, planted(logits=choose(wrong, at=[step])), prompts=[prompt])
+    assert (end.verdict, end.exit_code) == ("nondeterministic", 1)
+    assert judged.first_divergence is not None
+    assert judged.first_divergence.index == step
+    said = f"decoded again, it chose {right[step]} at generated token {step}, and {wrong} before"
+    assert said in judged.first_divergence.evidence
+    assert judged.candidate_ids[: step + 1] == (*right[:step], wrong)
+
+
+def test_other_logits_for_the_same_tokens_are_said_and_change_no_verdict(model: Path) -> None:
+    """What differs from the oracle in the same way twice is divergent, however its logits tremble."""
+    prompt = PROMPTS[0]
+    wrong = (DECODER.greedy(prompt.token_ids, NEW_TOKENS)[2] + 1) % DECODER.vocab
+    same = choose(wrong, at=(2, NEW_TOKENS + 2))
+
+    def tremble(run: int, top: list[TopLogits]) -> list[TopLogits]:
+        lifted = [TopLogits(t.token_ids, (t.values[0] + run * 1e-6, *t.values[1:])) for t in top]
+        return same(run, lifted)
+
+    end, (judged,) = check(model, planted(logits=tremble), prompts=[prompt])
+    assert end.verdict == "divergent"
+    assert judged.first_divergence is not None
+    assert judged.first_divergence.evidence.endswith("the same tokens by other logits")
+
+    end, (judged,) = check(model, planted(logits=same), prompts=[prompt])
+    assert end.verdict == "divergent"
+    assert judged.first_divergence is not None
+    assert "decoded again" not in judged.first_divergence.evidence
+
+
+def test_a_crash_in_the_second_decode_is_a_crash(model: Path) -> None:
+    """It keeps the tokens of the first decode; the next prompt gets a fresh session."""
+    right = DECODER.greedy(PROMPTS[0].token_ids, NEW_TOKENS)
+
+    def crash(run: int) -> None:
+        if run == NEW_TOKENS + 1:
+            raise EngineFailedError("boom", next_action="-", kind="crashed")
+
+    fault = choose((right[0] + 1) % DECODER.vocab, at=[0])
+    engine = PlantedEngine(run=crash, logits=fault)
+    end, judged = check(model, EngineSpec(engine, {}), prompts=PROMPTS[:1])
+    assert (end.verdict, end.exit_code) == ("crashed", 4)
+    assert len(judged[0].candidate_ids) == NEW_TOKENS
+    assert judged[0].failure is not None
+    assert judged[0].failure.step == 1
+    assert engine.opened == ["open", "close"]
+
+
+def test_a_candidate_that_agrees_is_decoded_once(model: Path) -> None:
+    """Only a difference costs a second decode."""
+    runs: list[int] = []
+    end, _ = check(model, planted(run=runs.append))
+    assert end.verdict == "identical"
+    assert len(runs) == NEW_TOKENS * len(PROMPTS)
 
 
 def test_logits_with_nan_are_divergent_even_where_the_token_agrees(model: Path) -> None:
