@@ -1,0 +1,125 @@
+"""The graphs that a `genai_config.json` of onnxruntime-genai names.
+
+Version 1 names them under `model` (`decoder`, `embedding`, `encoder`, ...), a decoder in parts under
+`model.decoder.pipeline`; version 2 under `pipeline.sessions`. Keys and defaults are those of its
+`src/config.h` and of the configurations that its tests run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.package.components import Component, Components, mapping_at, named_graph, undrivable
+
+__all__ = ["genai_components"]
+
+_FILE = "genai_config.json"
+_OTHERS = ("embedding", "encoder", "vision", "speech")
+_DECODERS = ("decoder", "model", "text")
+_TARGET_ALONE = "Name the graph of the target model to check it alone."
+
+
+def genai_components(folder: Path, config: Mapping[str, Any]) -> Components | None:
+    """The graphs that the configuration names; None where it names no decoder.
+
+    Raises:
+        InputError: a graph of the decoder is missing, or a name is no name of a file in the package.
+        NotDrivableError: the configuration is that of a transducer, or of a speculative pair.
+    """
+    model = mapping_at(config, "model")
+    _refuse_other_kinds(folder, config, model)
+    sessions = mapping_at(config, "pipeline", "sessions")
+    if sessions:
+        return _of_sessions(folder, sessions)
+    decoder = mapping_at(model, "decoder")
+    stages = tuple(_stages(folder, decoder))
+    if not stages:
+        named = decoder.get("filename")
+        if named is None:
+            return None
+        place = f"{_FILE}: model.decoder.filename"
+        stages = (Component("decoder", named_graph(folder, named, place=place)),)
+    others = tuple(
+        Component(
+            name, _optional(folder, part["filename"], f"model.{name}.filename"), _aliases(part, decoder)
+        )
+        for name in _OTHERS
+        if (part := mapping_at(model, name)).get("filename") is not None
+    )
+    return Components(stages, others)
+
+
+def _of_sessions(folder: Path, sessions: Mapping[str, Any]) -> Components | None:
+    files = {name: mapping_at(sessions, name).get("file") for name in sessions}
+    decoder = next((name for name in _DECODERS if files.get(name) is not None), None)
+    if decoder is None:
+        return None
+    place = f"{_FILE}: pipeline.sessions.{decoder}.file"
+    return Components(
+        (Component(decoder, named_graph(folder, files[decoder], place=place)),),
+        tuple(
+            Component(name, _optional(folder, file, f"pipeline.sessions.{name}.file"))
+            for name, file in files.items()
+            if name != decoder and file is not None
+        ),
+    )
+
+
+def _stages(folder: Path, decoder: Mapping[str, Any]) -> Iterator[Component]:
+    """The parts of a decoder: a list of mappings from a part's name to what it is."""
+    pipeline = decoder.get("pipeline")
+    for entry in pipeline if isinstance(pipeline, list) else ():
+        for name in entry if isinstance(entry, Mapping) else ():
+            stage = mapping_at(entry, name)
+            place = f"{_FILE}: model.decoder.pipeline.{name}.filename"
+            forwarded = mapping_at(stage, "output_names_forwarder")
+            yield Component(
+                str(name),
+                named_graph(folder, stage.get("filename"), place=place),
+                tuple((str(own), str(other)) for own, other in forwarded.items()),
+                on_prompt=stage.get("run_on_prompt") is not False,
+                on_steps=stage.get("run_on_token_gen") is not False,
+            )
+
+
+def _aliases(part: Mapping[str, Any], decoder: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What the decoder calls the outputs of another graph."""
+    outputs, inputs = mapping_at(part, "outputs"), mapping_at(decoder, "inputs")
+    pairs = (
+        (("inputs_embeds", "embeddings"), ("inputs_embeds", "embeddings"), "inputs_embeds"),
+        (
+            ("encoder_hidden_states", "hidden_states", "encoder_outputs"),
+            ("encoder_hidden_states",),
+            "encoder_hidden_states",
+        ),
+        (("cross_present_key_names",), ("cross_past_key_names",), None),
+        (("cross_present_value_names",), ("cross_past_value_names",), None),
+    )
+    found = []
+    for own_keys, other_keys, default in pairs:
+        own = next((outputs[key] for key in own_keys if isinstance(outputs.get(key), str)), None)
+        other = next((inputs[key] for key in other_keys if isinstance(inputs.get(key), str)), default)
+        if own is not None and other is not None and own != other:
+            found.append((own, other))
+    return tuple(found)
+
+
+def _optional(folder: Path, named: object, key: str) -> Path:
+    return named_graph(folder, named, place=f"{_FILE}: {key}", must_exist=False)
+
+
+def _refuse_other_kinds(folder: Path, config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    kind = model.get("type")
+    transducer = isinstance(kind, str) and any(word in kind for word in ("transducer", "rnnt", "tdt"))
+    if mapping_at(model, "joiner") or mapping_at(model, "decoder", "joiner") or transducer:
+        raise undrivable(
+            folder,
+            "a transducer: it emits by frames of its input, and not token after token",
+            instead="Check a decoder that takes tokens and gives the logits of the next one.",
+        )
+    if mapping_at(config, "pipeline", "strategy").get("kind") == "speculative":
+        raise undrivable(
+            folder, "a speculative pair: a draft proposes, and its target verifies", instead=_TARGET_ALONE
+        )

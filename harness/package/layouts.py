@@ -1,0 +1,115 @@
+"""The graphs of a package that declares none, by the names that exporters give to files and folders.
+
+The names are those of Optimum (`encoder_model.onnx`, `decoder_model_merged.onnx`, and the pair
+`decoder_model.onnx` and `decoder_with_past_model.onnx`), of packages for Transformers.js (the same, with
+`embed_tokens.onnx`, in a folder `onnx`), and of exporters that give each component a folder with a
+`model.onnx` in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.errors import InputError
+from harness.package.components import Component, Components, undrivable
+
+__all__ = ["components_by_name"]
+
+_MERGED = "decoder_model_merged"
+_FIRST_PASS = "decoder_model"
+_WITH_PAST = "decoder_with_past_model"
+_DECODERS = frozenset({"decoder", "model", "text_decoder", "language_model", "text_model"})
+_OTHERS = frozenset(
+    {
+        "audio_encoder",
+        "embed_tokens",
+        "embedding",
+        "embeddings",
+        "encoder",
+        "encoder_model",
+        "speech",
+        "speech_encoder",
+        "token_embedding",
+        "vision",
+        "vision_encoder",
+        "vision_model",
+    }
+)
+_TRANSDUCERS = frozenset({"decoder_joint", "joint", "joiner", "joint_network"})
+_DIFFUSION = frozenset({"unet", "vae_decoder", "vae_encoder"})
+
+
+def components_by_name(folder: Path) -> Components:
+    """The graphs of a package, by their names.
+
+    A graph that is alone is the decoder, whatever it is called, and so is `model.onnx` among others that
+    are no components.
+
+    Raises:
+        InputError: there is no graph, or the names do not say which one is the decoder.
+        NotDrivableError: the names are those of a transducer, or of a diffusion pipeline.
+    """
+    graphs = _graphs(folder)
+    if not graphs:
+        raise InputError(
+            f"{folder}: no graph in this directory; a package holds a *.onnx file.",
+            next_action="Name the directory that holds model.onnx.",
+        )
+    _refuse_other_kinds(folder, graphs)
+    if len(graphs) == 1:
+        return Components((_component(graphs, next(iter(graphs))),))
+    others = tuple(_component(graphs, name) for name in graphs if name in _OTHERS)
+    if _MERGED in graphs:
+        return Components((_component(graphs, _MERGED),), others)
+    if {_FIRST_PASS, _WITH_PAST} <= graphs.keys():
+        pair = (
+            Component(_FIRST_PASS, graphs[_FIRST_PASS], on_steps=False),
+            Component(_WITH_PAST, graphs[_WITH_PAST], on_prompt=False),
+        )
+        return Components(pair, others)
+    decoders = [name for name in graphs if name in _DECODERS or name in (_FIRST_PASS, _WITH_PAST)]
+    if "model" in decoders and not others:
+        decoders = ["model"]
+    if len(decoders) == 1:
+        return Components((_component(graphs, decoders[0]),), others)
+    files = ", ".join(str(path.relative_to(folder)) for path in graphs.values())
+    if decoders:
+        raise InputError(
+            f"{folder}: {len(decoders)} decoders, {', '.join(decoders)}, among {files}.",
+            next_action="Name the .onnx file of the one that is meant instead of the directory.",
+        )
+    raise InputError(
+        f"{folder}: {len(graphs)} graphs and none is model.onnx: {files}.",
+        next_action="Name the decoder's .onnx file instead of the directory.",
+    )
+
+
+def _graphs(folder: Path) -> dict[str, Path]:
+    """Graphs by name: those of the folder, else of its subfolder `onnx`, else one in each subfolder."""
+    for place in (folder, folder / "onnx"):
+        found = {path.stem: path for path in sorted(place.glob("*.onnx")) if path.is_file()}
+        if found:
+            return found
+    return {path.parent.name: path for path in sorted(folder.glob("*/model.onnx")) if path.is_file()}
+
+
+def _component(graphs: dict[str, Path], name: str) -> Component:
+    return Component(name, graphs[name])
+
+
+def _refuse_other_kinds(folder: Path, graphs: dict[str, Path]) -> None:
+    for name in graphs:
+        if {name, name.replace("-", "_").removesuffix("_model")} & _TRANSDUCERS:
+            raise undrivable(
+                folder,
+                f"a transducer ({graphs[name].relative_to(folder)}): it emits by frames of its input, and "
+                "not token after token",
+                instead="Check a decoder that takes tokens and gives the logits of the next one.",
+            )
+        if name in _DIFFUSION:
+            raise undrivable(
+                folder,
+                f"a diffusion pipeline ({graphs[name].relative_to(folder)}), and not a decode token after "
+                "token",
+                instead="Name the .onnx file of a decoder to check it alone.",
+            )
