@@ -1,12 +1,11 @@
 """Damaged and hostile `.onnx` files: a clear refusal or the right answer, never an exception or a flood.
 
 Five models are written here and mutated with seeds; `onnx` itself is the witness for what is right where it
-can still read the mutant. Set ONNX_PARITY_MUTATIONS for more mutations than a normal run makes.
+can still read the mutant.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -19,11 +18,12 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper
 
 from fixtures.bounded import BoundedProcess, kept_megabytes
+from fixtures.effort import examples
 from harness.errors import InputError
 from harness.ports import PortInventory, read_external_files, read_ports
 from harness.topology.dataflow import read_cache_flow
 
-MUTATIONS = int(os.environ.get("ONNX_PARITY_MUTATIONS", "1000"))
+MUTATIONS = examples(1000)
 KNOWN_TYPES = {
     number: {"float": "float32", "double": "float64"}.get(name.lower(), name.lower())
     for name, number in TensorProto.DataType.items()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from fixtures.effort import examples
 from fixtures.layouts import dense_06b, hybrid_27b
 from fixtures.strategies import BREAKAGES, CachePair, Layout, broken, layouts, odd_inventories, shuffled
 from harness.errors import InputError
@@ -20,7 +21,7 @@ from harness.topology.writing import sidecar_of
 
 KV = (Role.KV_KEY, Role.KV_VALUE, Role.KV_FUSED, Role.KV_SCALE)
 CROSS = (Role.CROSS_KV_KEY, Role.CROSS_KV_VALUE)
-RELAXED = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 
 
 def derived(inventory: PortInventory, **options: Any) -> Topology:
@@ -164,7 +165,7 @@ def test_deriving_from_what_was_written_gives_the_topology_back(form: Any, layou
     assert io_block(again) == io_block(topology)
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=examples(250))
 @given(
     odd_inventories(), st.sampled_from(["default", "recurrent-only"]), st.sampled_from(["exact", "symbolic"])
 )

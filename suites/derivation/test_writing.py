@@ -14,6 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fixtures.effort import examples
 from fixtures.graphs import save_ports
 from fixtures.layouts import (
     WHISPER_GENAI_CONFIG,
@@ -193,7 +194,7 @@ def reread(folder: Path) -> Topology:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 @given(layout=layouts(), as_file=st.booleans())
 def test_a_written_package_resolves_to_the_same_topology(form: str, layout: Layout, as_file: bool) -> None:
     """Named by its folder or its graph: what `--write` leaves reads back the same, or it leaves nothing."""

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fixtures.effort import examples
 from harness.engines.ort_device import DevicePrograms, host_view
 from harness.engines.reduce import top_logits_of
 
@@ -52,7 +53,7 @@ def on_device(array: np.ndarray) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     rows=st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=3),
     k=st.integers(1, 7),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from fixtures.decoders import save_graph
+from fixtures.effort import examples
 from fixtures.sessions import SESSION_KINDS, open_session
 from harness.engines.base import Session, TopLogits
 from harness.errors import EngineFailedError, InputError
@@ -95,7 +96,7 @@ def test_ports_are_those_of_the_graph(kind: str, appending: Path) -> None:
 
 
 @kinds
-@settings(deadline=None, max_examples=60)  # opening a session takes its time
+@settings(deadline=None, max_examples=examples(60))  # opening a session takes its time
 @given(data=st.data())
 def test_a_tensor_survives_the_way_in_and_out(
     identity: Callable[..., Session], kind: str, data: st.DataObject
@@ -231,7 +232,7 @@ any_logit = st.floats(width=32)
 
 
 @kinds
-@settings(deadline=None, max_examples=60)  # opening a session takes its time
+@settings(deadline=None, max_examples=examples(60))  # opening a session takes its time
 @given(data=st.data())
 def test_the_largest_logits_are_exact(
     identity: Callable[..., Session], kind: str, data: st.DataObject

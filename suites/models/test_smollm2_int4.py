@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from fixtures.effort import examples
 from harness.models.graph import GraphBuilder
 from harness.models.smollm2_int4 import ACCURACY_LEVEL, BLOCK_SIZE, dequantise, linear_int4, quantise
 
@@ -86,7 +87,7 @@ def test_what_has_no_four_bit_form_is_refused(matrix: NDArray[np.float32]) -> No
         quantise(matrix)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(matrices(), st.integers(0, 2**32 - 1))
 def test_an_engine_computes_with_the_dequantised_weights(matrix: NDArray[np.float32], seed: int) -> None:
     """ONNX Runtime at level 0 (fp32) on what we packed gives the product with `dequantise`'s matrix.

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from fixtures.effort import examples
 from harness.errors import EngineFailedError, InputError
 from harness.oracle import OracleModel
 from harness.oracle.kernels.elementwise import erf
@@ -53,7 +54,7 @@ SIZE = 1 << 15
 """Bytes of one value in the tests of memory: far above Python's own bookkeeping."""
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(data=st.data())
 def test_no_more_values_live_than_later_nodes_need(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -436,7 +437,7 @@ def integers(tmp_path_factory: pytest.TempPathFactory) -> OracleModel:
 
 
 @given(a=st.integers(-(2**63), 2**63 - 1), b=st.integers(-(2**63), 2**63 - 1))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_integers_are_exact_and_wrap_as_in_c(a: int, b: int, integers: OracleModel) -> None:
     """Sums and products modulo 2^64; quotients towards zero, also beyond what a float64 holds."""
     kinds = {"Add": a + b, "Sub": a - b, "Mul": a * b}

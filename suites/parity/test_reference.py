@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from fixtures.decoders import TinyDecoder
+from fixtures.effort import examples
 from harness.decode.loop import forced_decode, greedy_decode, one_pass_decode
 from harness.decode.trace import Trace
 from harness.engines.base import SessionInfo, TopLogits
@@ -48,7 +49,9 @@ def reference(
     return Reference(parse_engine(spec), model, topology, mode=mode, top_k=5)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(prompt=st.lists(TOKENS, min_size=1, max_size=12), follow=st.lists(TOKENS, min_size=1, max_size=12))
 def test_one_pass_and_steps_give_the_same_verdict(
     references: dict[str, Reference], prompt: list[int], follow: list[int]
