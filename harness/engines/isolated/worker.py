@@ -41,11 +41,15 @@ def main() -> None:
     _live_by(life)
     _be_first_out_of_memory()
     faulthandler.enable(all_threads=False)
-    with socket.socket(fileno=channel) as stream:
-        _serve(stream, _Worker(Arena(arena, os.fstat(arena).st_size)))
+    status = 0
+    try:
+        _serve(socket.socket(fileno=channel), _Worker(Arena(arena, os.fstat(arena).st_size)))
+    except Exception:  # the channel is broken, so the parent hears it from the exit code
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # what libraries do when a process ends in good order is nobody's finding
+    os._exit(status)  # what libraries do when a process ends in good order is nobody's finding
 
 
 def _serve(channel: socket.socket, worker: _Worker) -> None:
