@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -54,9 +54,11 @@ ELEMENT_TYPES = (
 
 _MODEL_GRAPH, _MODEL_FUNCTIONS = 7, 25
 _GRAPH_NODES, _GRAPH_INITIALIZERS, _GRAPH_INPUTS, _GRAPH_OUTPUTS, _GRAPH_SPARSE = 1, 5, 11, 12, 15
+_GRAPH_VALUES = 13
 _FUNCTION_NODES = 7
 _NODE_ATTRIBUTES = 5
 _ATTRIBUTE_TENSORS, _ATTRIBUTE_GRAPHS, _ATTRIBUTE_SPARSE = (5, 10), (6, 11), (22, 23)
+_TENSOR_DIMENSIONS = 1
 _TENSOR_NAME, _TENSOR_EXTERNAL_DATA, _TENSOR_DATA_LOCATION = 8, 13, 14
 _SPARSE_VALUES, _SPARSE_INDICES = 1, 2
 _ENTRY_KEY, _ENTRY_VALUE = 1, 2
@@ -193,6 +195,34 @@ class ModelFile:
         if weights:
             inputs = [value for name, value in zip(names, inputs, strict=True) if name not in weights]
         return inputs, outputs
+
+    def shapes(self, names: Collection[str]) -> dict[str, Shape]:
+        """Shapes of those values and initialisers of the main graph that are among `names`."""
+        found: dict[str, Shape] = {}
+        for _, kind, start, end in wire.fields(self._data, 0, len(self._data), only=(_MODEL_GRAPH,)):
+            if kind != wire.BYTES:
+                continue
+            only = (_GRAPH_INITIALIZERS, _GRAPH_VALUES)
+            for number, inner, first, last in wire.fields(self._data, start, end, only=only):
+                if inner != wire.BYTES:
+                    continue
+                field = _TENSOR_NAME if number == _GRAPH_INITIALIZERS else _VALUE_NAME
+                name = self._string_field(first, last, field)
+                if name in names:
+                    is_weight = number == _GRAPH_INITIALIZERS
+                    found[name] = self._dimensions(first, last) if is_weight else self._value(first, last)[2]
+        return found
+
+    def _dimensions(self, start: int, end: int) -> Shape:
+        """The shape of a tensor: its numbers stand one by one, or in a row."""
+        extents: list[int] = []
+        for _, kind, first, last in wire.fields(self._data, start, end, only=(_TENSOR_DIMENSIONS,)):
+            if kind == wire.VARINT:
+                extents.append(wire.signed(first))
+            elif kind == wire.BYTES:
+                extents += wire.packed(self._data, first, last)
+        self._budget.spend(Budget.AXIS * len(extents))
+        return tuple(extents)
 
     def external_locations(self) -> tuple[str, ...]:
         """Locations of external data, each once, in the order in which the file names them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import TypeAlias
 
-__all__ = ["BYTES", "Field", "VARINT", "WireError", "fields", "signed", "text"]
+__all__ = ["BYTES", "Field", "VARINT", "WireError", "fields", "packed", "signed", "text"]
 
 
 class WireError(ValueError):
@@ -100,6 +100,19 @@ def _varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
     if end - position < _LONGEST_VARINT:
         raise WireError(f"integer cut off at offset {position}")
     raise WireError(f"integer of more than {_LONGEST_VARINT} bytes at offset {position}")
+
+
+def packed(data: memoryview, start: int, end: int) -> list[int]:
+    """The integers of a packed repeated field whose payload stands at `data[start:end]`.
+
+    Raises:
+        WireError: one is cut off.
+    """
+    values = []
+    while start < end:
+        value, start = _varint(data, start, end)
+        values.append(signed(value))
+    return values
 
 
 def signed(value: int) -> int:

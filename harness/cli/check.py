@@ -267,7 +267,11 @@ def _plan(request: _Request) -> CheckPlan:
         vocabulary=vocabulary_size(inventory, derivation.topology),
     )
     stop_ids = _stop_ids(package) if request.stop_on_eos else ()
-    plan_feeds(derivation.topology, inventory)  # raises what cannot be fed, before anything is opened
+    max_new_tokens = request.max_new_tokens or (builtin.max_new_tokens if builtin else _DEFAULT_NEW_TOKENS)
+    # What cannot be fed, and what a cache has no room for, is said before anything is opened.
+    feeds = plan_feeds(derivation.topology, inventory)
+    for prompt in prompts:
+        feeds.check_room(len(prompt.token_ids), max_new_tokens)
     candidate, oracle = _usable(request.candidate), _usable(request.oracle)
     if candidate.name == oracle.name and _settings(candidate) == _settings(oracle):
         raise InputError(
@@ -286,7 +290,7 @@ def _plan(request: _Request) -> CheckPlan:
         oracle=oracle,
         oracle_mode=request.oracle_mode,
         prompts=prompts,
-        max_new_tokens=request.max_new_tokens or (builtin.max_new_tokens if builtin else _DEFAULT_NEW_TOKENS),
+        max_new_tokens=max_new_tokens,
         stop_ids=stop_ids,
     )
 

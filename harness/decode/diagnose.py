@@ -32,7 +32,9 @@ def first_non_finite(
     if not isinstance(session, DiagnosingSession):
         return None
     plan = plan_feeds(topology, session.inventory, extra=extra)
-    feeds = plan.constants(session) | plan.start(session) | plan.inputs(session, token_ids, past=0)
+    if plan.tokens_a_call is not None and len(token_ids) > plan.tokens_a_call:
+        return None
+    feeds = plan.first_call(session, token_ids)
     try:
         return session.first_non_finite(feeds, (plan.logits,))
     except EngineFailedError:

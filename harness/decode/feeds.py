@@ -1,35 +1,40 @@
-"""From a topology to what is fed at each call, checked before anything runs."""
+"""From a topology to a plan of what is fed at each call, checked before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
+from harness.decode.axes import UnfeedableError, extra_rows
+from harness.decode.buffers import Buffer, FixedScales, StaticBuffers, buffer_of
 from harness.decode.caches import (
     CacheStrategy,
     GrowingKv,
+    GrowingPair,
+    ReplacedPair,
     ReplacedStates,
-    UnfeedableError,
     growing_pair,
     replaced_pair,
 )
-from harness.engines.base import Session, TensorHandle
+from harness.decode.calls import (
+    CallInput,
+    control_input,
+    mask_input,
+    positions_input,
+    token_input,
+    total_input,
+    write_index_input,
+    zero_input,
+)
+from harness.decode.plan import ExtraFeeds, FeedPlan, Room
 from harness.errors import NotDrivableError
 from harness.ports import Dimension, Port, PortInventory
 from harness.topology.spec import Role, Topology
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 __all__ = ["ExtraFeeds", "FeedPlan", "plan_feeds"]
 
-ExtraFeeds: TypeAlias = "Mapping[str, NDArray[Any] | TensorHandle]"
-"""Values of inputs that are the same at every call, by port: host arrays, or handles of the session."""
-
-_PortProblem: TypeAlias = Callable[[Port], str | None]
-
-_INTEGERS = frozenset({"int32", "int64"})
+_Made = TypeVar("_Made")
 
 _MOST_NAMES = 4
 """How many ports a message lists for one reason; the error holds them all."""
@@ -40,72 +45,10 @@ _NOT_FED = {
     Role.CROSS_KV_VALUE: "takes cross-attention KV, which an encoder computes",
     Role.ENCODER_HIDDEN_STATES: "takes the output of an encoder",
     Role.ENCODER_ATTENTION_MASK: "takes the mask of an encoder",
-    Role.CONTROL: "is a control input, and there is no value to give it",
-    Role.OPTIONAL: "is an optional input, and there is no value to give it",
-    Role.KV_KEY: "is a KV buffer of fixed size, which is written in place",
-    Role.KV_VALUE: "is a KV buffer of fixed size, which is written in place",
-    Role.KV_FUSED: "takes key and value fused into one tensor",
-    Role.KV_SCALE: "takes the scales of a quantised cache",
+    Role.KV_KEY: "is a KV buffer of fixed size, and nothing says where to write in it",
+    Role.KV_VALUE: "is a KV buffer of fixed size, and nothing says where to write in it",
 }
 """What the loop does not feed, as a clause after the port's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class FeedPlan:
-    """What to feed at each call and what to ask for.
-
-    Attributes:
-        token: the port of the token IDs, [1, tokens].
-        mask: the port of the attention mask, [1, all tokens], or None.
-        positions: the port of the position IDs, [1, tokens], or None.
-        caches: what is carried from call to call.
-        logits: the output that chooses the next token.
-        extra: what is fed at every call and never fed back.
-    """
-
-    token: Port
-    mask: Port | None
-    positions: Port | None
-    caches: tuple[CacheStrategy, ...]
-    logits: str
-    extra: ExtraFeeds = field(default_factory=dict)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Every output that a call must give."""
-        return (self.logits, *(name for cache in self.caches for name in cache.outputs))
-
-    def constants(self, session: Session) -> dict[str, TensorHandle]:
-        """What every call is fed alike; to be asked for once a decode, as arrays are copied in."""
-        return {
-            name: session.place(cast("NDArray[Any]", value)) if hasattr(value, "__array__") else value
-            for name, value in self.extra.items()
-        }
-
-    def start(self, session: Session) -> dict[str, TensorHandle]:
-        """Fresh caches for the first call."""
-        return {name: handle for cache in self.caches for name, handle in cache.start(session).items()}
-
-    def advance(self, outputs: Mapping[str, TensorHandle], *, tokens: int) -> dict[str, TensorHandle]:
-        """The caches for the next call; see `CacheStrategy.advance`."""
-        return {
-            name: handle
-            for cache in self.caches
-            for name, handle in cache.advance(outputs, tokens=tokens).items()
-        }
-
-    def inputs(self, session: Session, new: Sequence[int], *, past: int) -> dict[str, TensorHandle]:
-        """The inputs of a call with the token IDs `new` after `past` earlier ones: IDs, mask, positions."""
-        import numpy as np
-
-        total = past + len(new)
-        feeds = {self.token.name: session.place(np.array([new], dtype=self.token.dtype))}
-        if self.mask is not None:
-            feeds[self.mask.name] = session.place(np.ones((1, total), dtype=self.mask.dtype))
-        if self.positions is not None:
-            positions = np.arange(past, total, dtype=self.positions.dtype)
-            feeds[self.positions.name] = session.place(positions[np.newaxis])
-        return feeds
 
 
 def plan_feeds(topology: Topology, inventory: PortInventory, *, extra: ExtraFeeds | None = None) -> FeedPlan:
@@ -131,116 +74,176 @@ class _Planner:
         self._inputs = {port.name: port for port in inventory.inputs}
         self._outputs = {port.name: port for port in inventory.outputs}
         self._roles = {role.name: role.role for role in topology.roles if role.direction == "input"}
-        self._problems: dict[str, str] = {}
+        self._fed = set(extra)
+        self._problems: dict[str, str] = {
+            name: "is given a value, and is no input of the graph"
+            for name in extra
+            if name not in self._inputs
+        }
+        token = self._inputs.get(topology.token_input or "")
+        shape = () if token is None or token.shape is None else token.shape
+        self._batch: Dimension = shape[0] if len(shape) > 1 else None
+        self._sequence: Dimension = shape[-1] if shape else None
 
     def plan(self) -> FeedPlan:
         topology = self._topology
-        token = self._integer_port(topology.token_input, self._token_problem)
-        mask = self._integer_port(topology.attention_mask_input, _rank_2_problem)
-        positions = self._integer_port(topology.position_ids_input, _rank_2_problem)
-        batch: Dimension = token.shape[0] if token is not None and token.shape else None
-        caches = (self._growing_kv(batch), self._replaced_states(batch))
-        self._refuse_the_rest(token, mask, positions)
+        growing, scales = self._kv()
+        buffers = StaticBuffers(tuple(self._buffers()))
+        states = ReplacedStates(tuple(self._states()))
+        caches: tuple[CacheStrategy, ...] = (growing, scales, buffers, states)
+        smallest = buffers.smallest
+        room = None if smallest is None else Room(smallest.shape[smallest.axis], smallest.input)
+        token = self._call(topology.token_input, token_input)
+        calls = [
+            None if token is None else token[0],
+            self._call(
+                topology.attention_mask_input, mask_input, capacity=None if room is None else room.tokens
+            ),
+            self._call(topology.position_ids_input, positions_input),
+            *self._controls(),
+        ]
+        self._refuse_the_rest()
         logits = topology.logits_output
         if logits is None or logits not in self._outputs:
             self._problems[logits or "logits"] = "is needed to choose a token, and is no output of the graph"
-        if token is None and not self._problems:
+        if topology.token_input is None and not self._problems:
             self._problems["input_ids"] = "is needed to feed token IDs, and is no input of the graph"
         if self._problems or token is None or logits is None:
             raise NotDrivableError(
                 f"The decode loop cannot drive this graph: {_listed(self._problems)}.",
-                next_action="Export a decoder that takes token IDs, KV that grows from length zero or states "
-                "of fixed shape, and at most a mask and positions of rank 2.",
+                next_action="Export a decoder that takes token IDs, at most a mask, positions and lengths, "
+                "and caches whose extents the graph or genai_config.json says.",
                 ports=tuple(self._problems),
             )
         return FeedPlan(
-            token=token,
-            mask=mask,
-            positions=positions,
+            calls=tuple(call for call in calls if call is not None),
             caches=tuple(cache for cache in caches if cache.inputs),
             logits=logits,
+            tokens_a_call=token[1] or self._tokens_that_states_allow(),
+            room=room,
             extra=self._extra,
         )
 
-    def _integer_port(self, name: str | None, problem: _PortProblem) -> Port | None:
-        """The input `name` if integers of rank 2 can be fed to it; notes a problem if not."""
-        if name is None:
-            return None
-        port = self._inputs.get(name)
-        if port is None:
-            self._problems[name] = "stands in the topology, and is no input of the graph"
-            return None
-        if port.dtype not in _INTEGERS:
-            self._problems[name] = f"has dtype {port.dtype}, and only int32 and int64 can be fed"
-        elif why := problem(port):
-            self._problems[name] = why
-        return port
-
-    def _token_problem(self, port: Port) -> str | None:
-        if (why := _rank_2_problem(port)) is not None or port.shape is None:
-            return why
-        if isinstance(port.shape[1], int):
-            return f"takes exactly {port.shape[1]} tokens a call, and the loop feeds a whole prompt"
-        return None
-
-    def _growing_kv(self, batch: Dimension) -> GrowingKv:
-        pairs = []
-        topology = self._topology
-        for past, present in zip(topology.kv_inputs, topology.kv_outputs, strict=True):
-            if past in self._problems or not self._exist(past, present):
+    def _kv(self) -> tuple[GrowingKv, FixedScales]:
+        """KV that grows, and scales that do not."""
+        growing: list[GrowingPair] = []
+        fixed: list[ReplacedPair] = []
+        for past, present in zip(self._topology.kv_inputs, self._topology.kv_outputs, strict=True):
+            source, target = self._pair(past, present)
+            if source is None or target is None:
                 continue
-            if self._roles.get(past) in (Role.KV_FUSED, Role.KV_SCALE):
-                self._problems[past] = _NOT_FED[self._roles[past]]
-            elif topology.static_cache is not None:
-                self._problems[past] = _NOT_FED[Role.KV_KEY]
+            is_scale = self._roles.get(past) is Role.KV_SCALE
+            if is_scale and source.shape is not None and all(isinstance(e, int) for e in source.shape[1:]):
+                scale = self._made(source, replaced_pair, output=present, batch=self._batch)
+                fixed += () if scale is None else (scale,)
             else:
-                try:
-                    pairs.append(growing_pair(self._inputs[past], self._outputs[present], batch=batch))
-                except UnfeedableError as error:
-                    self._problems[past] = f"cannot be threaded as growing KV: {error}"
-        return GrowingKv(tuple(pairs))
+                why = "cannot be threaded as growing KV: "
+                pair = self._made(source, growing_pair, why=why, present=target, batch=self._batch)
+                growing += () if pair is None else (pair,)
+        return GrowingKv(tuple(growing)), FixedScales(tuple(fixed))
 
-    def _replaced_states(self, batch: Dimension) -> ReplacedStates:
-        pairs = []
+    def _buffers(self) -> Iterator[Buffer]:
+        """The buffers of a static cache."""
+        fields = self._topology.static_cache or {}
+        for kind in ("key", "value"):
+            names = (fields.get(f"{kind}_cache_inputs", ()), fields.get(f"{kind}_cache_outputs", ()))
+            for name, output in zip(*names, strict=True):
+                source, target = self._pair(name, output)
+                if source is None or target is None:
+                    continue
+                axis = self._topology.facts.row_axes.get(name)
+                buffer = self._made(source, buffer_of, output=target, batch=self._batch, axis=axis)
+                if buffer is not None:
+                    yield buffer
+
+    def _states(self) -> Iterator[ReplacedPair]:
         for state in self._topology.state_pairs:
-            if not self._exist(state.input, state.output):
+            source, target = self._pair(state.input, state.output)
+            if source is None or target is None:
                 continue
             if (state.init, state.update) != ("zeros", "replace"):
                 self._problems[state.input] = (
                     f"is declared init {state.init!r}, update {state.update!r}; only zeros, replace is known"
                 )
                 continue
-            try:
-                pairs.append(replaced_pair(self._inputs[state.input], state.output, batch=batch))
-            except UnfeedableError as error:
-                self._problems[state.input] = f"cannot be carried as a state: {error}"
-        return ReplacedStates(tuple(pairs))
+            why = "cannot be carried as a state: "
+            pair = self._made(source, replaced_pair, why=why, output=state.output, batch=self._batch)
+            if pair is not None:
+                yield pair
 
-    def _exist(self, source: str, target: str) -> bool:
+    def _controls(self) -> Iterator[CallInput | None]:
+        """Lengths and write indices, and optional inputs, which stay at zero."""
+        topology = self._topology
+        static = topology.static_cache or {}
+        yield self._call(static.get("write_indices_input"), write_index_input, sequence=self._sequence)
+        yield self._call(static.get("kv_sequence_length_input"), total_input)
+        optional = dict.fromkeys(topology.optional_inputs, Role.OPTIONAL)
+        for name, role in (self._roles | optional).items():
+            if name in self._fed or name not in self._inputs:
+                continue
+            if role is Role.CONTROL:
+                last = name in topology.facts.last_token_indices
+                yield self._call(name, control_input, last_token=last)
+            elif role is Role.OPTIONAL:
+                yield self._call(name, zero_input, batch=self._batch, sequence=self._sequence)
+
+    def _tokens_that_states_allow(self) -> int | None:
+        """1 where a state comes back in its own shape only after one token, None where any number does."""
+        for pair in self._topology.state_pairs:
+            before, after = self._inputs[pair.input].shape or (), self._outputs[pair.output].shape or ()
+            for length, extent in zip(before, after, strict=False):
+                rows = extra_rows(extent, self._sequence)
+                if rows is not None and length == rows + 1:
+                    return 1
+        return None
+
+    def _pair(self, source: str, target: str) -> tuple[Port | None, Port | None]:
+        """Both ports of a cache, with the extents that are known from elsewhere; notes which is missing."""
+        self._fed.add(source)
+        if source in self._extra:
+            return None, None
         if source not in self._inputs:
             self._problems[source] = "stands in the topology, and is no input of the graph"
-        elif target not in self._outputs:
+            return None, None
+        if target not in self._outputs:
             self._problems[target] = "stands in the topology, and is no output of the graph"
-        else:
-            return True
-        return False
+            return None, None
+        port = self._inputs[source]
+        extents = self._topology.facts.extents.get(source, {})
+        if port.shape is not None and extents:
+            shape = tuple(
+                extent if isinstance(extent, int) else extents.get(axis, extent)
+                for axis, extent in enumerate(port.shape)
+            )
+            port = replace(port, shape=shape)
+        return port, self._outputs[target]
 
-    def _refuse_the_rest(self, *fed: Port | None) -> None:
+    def _call(self, name: str | None, make: Callable[..., _Made], **options: Any) -> _Made | None:
+        """The input `name`, made for every call; None where there is none, or where it cannot be fed."""
+        if name is None or name in self._extra:
+            return None
+        self._fed.add(name)
+        if name not in self._inputs:
+            self._problems[name] = "stands in the topology, and is no input of the graph"
+            return None
+        return self._made(self._inputs[name], make, **options)
+
+    def _made(self, port: Port, make: Callable[..., _Made], *, why: str = "", **options: Any) -> _Made | None:
+        """What `make` makes of `port`; notes the reason, after `why`, where that cannot be fed."""
+        try:
+            return make(port, **options)
+        except UnfeedableError as error:
+            self._problems[port.name] = f"{why}{error}"
+            return None
+
+    def _refuse_the_rest(self) -> None:
         """Every other input of the graph needs a value that nobody has."""
         topology = self._topology
-        known = {port.name for port in fed if port is not None} | set(self._extra)
-        self._problems |= {
-            name: "is given a value, and is no input of the graph"
-            for name in self._extra
-            if name not in self._inputs
-        }
-        known.update(topology.kv_inputs, (pair.input for pair in topology.state_pairs))
         named = {topology.inputs_embeds_input: Role.EMBEDS}
         named |= dict.fromkeys(topology.cross_kv_inputs, Role.CROSS_KV_KEY)
         named |= {topology.encoder_hidden_states_input: Role.ENCODER_HIDDEN_STATES}
-        named |= dict.fromkeys(topology.optional_inputs, Role.OPTIONAL)
         for name in self._inputs:
-            if name not in known:
+            if name not in self._fed:
                 role = self._roles.get(name, named.get(name))
                 why = None if role is None else _NOT_FED.get(role)
                 self._problems.setdefault(name, why or "is an input that nobody has a value for")
@@ -257,13 +260,3 @@ def _listed(problems: Mapping[str, str]) -> str:
         + f" {why}"
         for why, ports in by_reason.items()
     )
-
-
-def _rank_2_problem(port: Port) -> str | None:
-    if port.shape is None:
-        return None
-    if len(port.shape) != 2:
-        return f"has rank {len(port.shape)}, and only rank 2 can be fed"
-    if isinstance(port.shape[0], int) and port.shape[0] != 1:
-        return f"takes a batch of {port.shape[0]}, and the loop decodes one sequence"
-    return None

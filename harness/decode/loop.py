@@ -130,7 +130,8 @@ def one_pass_decode(
     no cache is kept. An engine that fails leaves a trace without tokens, and with the failure.
 
     Returns:
-        the trace; None where the graph gives the logits of the last position alone.
+        the trace; None where the graph gives the logits of the last position alone, takes fewer tokens a
+        call, or keeps its cache otherwise than it computed it (rounded, or a window of it).
 
     Raises:
         NotDrivableError: the loop cannot feed this graph.
@@ -140,10 +141,13 @@ def one_pass_decode(
     plan = plan_feeds(topology, session.inventory, extra=extra)
     prompt = check_prompt_ids(prompt_ids, vocabulary)
     follow = check_prompt_ids(continuation, vocabulary)
+    plan.check_room(len(prompt), len(follow))
+    if not plan.one_pass:
+        return None
     fed = (*prompt, *follow[:-1])
     began = time.perf_counter()
     try:
-        feeds = plan.constants(session) | plan.start(session) | plan.inputs(session, fed, past=0)
+        feeds = plan.first_call(session, fed)
         logits = session.run(feeds, (plan.logits,))[plan.logits]
         if len(logits.shape) != 3 or logits.shape[1] != len(fed):
             return None
@@ -168,7 +172,8 @@ def _decode(
 ) -> Trace:
     plan = plan_feeds(topology, session.inventory, extra=extra)
     prompt = check_prompt_ids(prompt_ids, vocabulary_size(session.inventory, topology))
-    run = _Run(session, plan, top_k)
+    plan.check_room(len(prompt), length)
+    run = _Run(session, plan, top_k, room=len(prompt) + length - 1)
     tokens: list[int] = []
     steps: list[TopLogits] = []
     failure: TraceFailure | None = None
@@ -177,7 +182,7 @@ def _decode(
     for step in range(length):
         began = time.perf_counter()
         try:
-            top = run.call(new)
+            top = run.feed(new)
         except EngineFailedError as error:
             failure = TraceFailure(error.kind, step, error.message, error.details)
             break
@@ -197,32 +202,43 @@ def _decode(
 class _Run:
     """One decode in progress: what is carried between two calls."""
 
-    def __init__(self, session: Session, plan: FeedPlan, top_k: int) -> None:
+    def __init__(self, session: Session, plan: FeedPlan, top_k: int, *, room: int) -> None:
         self._session = session
         self._plan = plan
-        self._outputs = plan.outputs
         self._top_k = top_k
+        self._room = room
         self._seen = 0
         self._caches: dict[str, TensorHandle] | None = None
         self._constants: dict[str, TensorHandle] | None = None
 
-    def call(self, new: Sequence[int]) -> TopLogits:
+    def feed(self, new: Sequence[int]) -> TopLogits:
         """Run the token IDs `new` after all earlier ones, and reduce the logits of the last one.
+
+        A graph that takes a few tokens a call gets them in turn; only the last call gives logits.
 
         Raises:
             EngineFailedError: the engine failed, or a cache came back in a shape that it cannot have.
             NotDrivableError: the caches do not grow as the topology says, from the first call on.
         """
+        plan = self._plan
+        most = plan.tokens_a_call or len(new)
+        for first in range(0, len(new) - most, most):
+            self._call(new[first : first + most], plan.carried)
+        outputs = self._call(new[(len(new) - 1) // most * most :], plan.outputs)
+        (top,) = self._session.top_logits(outputs[plan.logits], k=self._top_k, positions=(-1,))
+        return top
+
+    def _call(self, new: Sequence[int], wanted: Sequence[str]) -> dict[str, TensorHandle]:
         session, plan, past = self._session, self._plan, self._seen
-        caches = plan.start(session) if self._caches is None else self._caches
         if self._constants is None:
             self._constants = plan.constants(session)
-        feeds = self._constants | caches | plan.inputs(session, new, past=past)
-        outputs = session.run(feeds, self._outputs)
-        (top,) = session.top_logits(outputs[plan.logits], k=self._top_k, positions=(-1,))
+        if self._caches is None:
+            self._caches = plan.start(session, room=self._room)
+        fed = self._constants | self._caches | plan.inputs(session, new, past=past)
+        outputs = session.run(fed, wanted)
         self._seen += len(new)
         try:
-            self._caches = plan.advance(outputs, tokens=self._seen)
+            self._caches = plan.advance(outputs, fed=fed, past=past, tokens=self._seen)
         except CacheShapeError as error:
             if past == 0:
                 raise NotDrivableError(
@@ -236,4 +252,4 @@ class _Run:
                 kind="crashed",
                 next_action="Run the model on another engine to see which of graph and engine is wrong.",
             ) from error
-        return top
+        return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from harness.package import Package
@@ -15,6 +16,7 @@ from harness.topology.derive import derive_cache
 from harness.topology.exporters import CONVENTIONS
 from harness.topology.findings import Finding, listed, matching, quoted, refusal_from
 from harness.topology.genai import GenaiNames, genai_names
+from harness.topology.graph_facts import read_graph_facts
 from harness.topology.interface import (
     PAGED_NAMES,
     NamedPort,
@@ -49,7 +51,7 @@ def resolve_package(
     Raises:
         InputError: what the package declares is not well formed, or the graph cannot be parsed.
     """
-    return resolve(
+    derivation = resolve(
         inventory,
         declared=declared_io_of(package.metadata, graph=package.model.name),
         genai_config=package.genai_config,
@@ -58,6 +60,10 @@ def resolve_package(
         ignore_declared=ignore_declared,
         flow=read_cache_flow(package.model),
     )
+    if derivation.topology is None:
+        return derivation
+    facts = read_graph_facts(package.model, inventory, derivation.topology, package.genai_config)
+    return replace(derivation, topology=replace(derivation.topology, facts=facts))
 
 
 def resolve(

@@ -117,6 +117,21 @@ class StatePair:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What is known about a graph's inputs beyond their ports: from its nodes, or from its configuration.
+
+    Attributes:
+        extents: concrete extents of axes that the ports leave open, by input and axis.
+        row_axes: the axis along which rows are written into a buffer of fixed size, by input.
+        last_token_indices: inputs that are read as the index of the last token, whatever they are called.
+    """
+
+    extents: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    row_axes: Mapping[str, int] = field(default_factory=dict)
+    last_token_indices: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """The I/O topology of a decoder graph: the `io` block, and the role of every port.
 
@@ -138,6 +153,7 @@ class Topology:
     static_cache: Mapping[str, Any] | None = None
     optional_inputs: tuple[str, ...] = ()
     roles: tuple[PortRole, ...] = field(default=(), repr=False)
+    facts: GraphFacts = field(default=GraphFacts(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,12 +186,16 @@ def test_a_state_of_unknown_extent_is_refused(past: tuple[Dimension, ...] | None
 @pytest.mark.parametrize(
     ("port", "why"),
     [
-        (Port("position_ids", "int64", (3, "batch", "new")), "rank 3"),
+        (Port("position_ids", "int64", ("planes", "batch", "new")), "which axis counts planes is not known"),
+        (Port("position_ids", "int64", (3, 2, "new")), "which axis counts planes is not known"),
+        (Port("position_ids", "int64", (3, 1, 1, "new")), "rank 4"),
+        (Port("attention_mask", "int64", ("batch", 9)), "fixed length 9"),
+        (Port("attention_mask", "int64", (2, "total")), "batch of 2"),
         (Port("attention_mask", "int64", ("batch", 1, "new", "total")), "rank 4"),
         (Port("attention_mask", "float32", ("batch", "total")), "dtype float32"),
         (Port("position_ids", None, ("batch", "new")), "dtype None"),
-        (Port("input_ids", "int64", ("new",)), "rank 1"),
-        (Port("input_ids", "int64", (1, 1)), "exactly 1 tokens"),
+        (Port("input_ids", "int64", ("batch", "new", 1)), "rank 3"),
+        (Port("input_ids", "int64", (1, 4)), "exactly 4 tokens"),
         (Port("input_ids", "int64", (4, "new")), "batch of 4"),
         (Port("past.key", "int4", ("batch", 2, "past", 8)), "int4 packs"),
         (Port("past.key", None, ("batch", 2, "past", 8)), "does not say its dtype"),
@@ -214,7 +218,7 @@ def test_ports_in_a_form_that_cannot_be_fed_are_refused(port: Port, why: str) ->
         (Role.ENCODER_HIDDEN_STATES, "encoder"),
         (Role.ENCODER_ATTENTION_MASK, "encoder"),
         (Role.CONTROL, "control input"),
-        (Role.OPTIONAL, "optional input"),
+        (Role.OPTIONAL, "optional input, and axis 1 of its [batch, n] is open"),
         (Role.KV_KEY, "fixed size"),
         (Role.AUXILIARY, "nobody has a value for"),
     ],
@@ -247,19 +251,6 @@ def test_a_declared_topology_without_roles_is_refused_as_well(field: dict[str, A
     assert why in error.message
 
 
-@pytest.mark.parametrize("role", [Role.KV_FUSED, Role.KV_SCALE])
-def test_kv_of_another_kind_is_refused(role: Role) -> None:
-    """Fused and quantised KV have strategies of their own, or none."""
-    topology = replace(HYBRID, roles=(PortRole("past.key", "input", role, because="test"),))
-
-    assert refusal(topology, inventory()).ports == ("past.key",)
-
-
-def test_a_static_cache_is_refused() -> None:
-    """A buffer of fixed size does not grow, whatever its symbols say."""
-    assert refusal(replace(HYBRID, static_cache={}), inventory()).ports == ("past.key",)
-
-
 @pytest.mark.parametrize("pair", [{"init": "ones"}, {"update": "add"}])
 def test_a_state_with_another_life_is_refused(pair: dict[str, str]) -> None:
     """Zeros at the start and replaced whole is all that is known."""
@@ -290,7 +281,7 @@ def test_embeddings_alone_are_refused() -> None:
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     """One message lists every port that cannot be fed."""
     ports = inventory(
-        Port("position_ids", "int64", (3, "batch", "new")),
+        Port("position_ids", "int64", ("planes", "batch", "new")),
         Port("past.key", "float32", ("batch", 2, 32, 8)),
         Port("use_cache_branch", "bool", (1,)),
     )
