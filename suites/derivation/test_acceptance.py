@@ -82,6 +82,21 @@ def test_kv_that_cannot_feed_itself_is_refused(past: Shape, present: Shape) -> N
 
 
 @pytest.mark.parametrize(
+    ("length", "grows"), [("past", True), (None, True), (0, True), (1, False), (127, False)]
+)
+def test_a_name_that_says_little_needs_a_length_from_which_a_cache_grows(
+    length: Dimension, grows: bool
+) -> None:
+    """Unknown or empty before the first call; a length of its own could be a buffer's or a state's."""
+    found = kv(
+        (2, "batch", 4, length, 16),
+        (2, "batch", 4, "total", 16),
+        ("past_key_values_0", "present_key_values_0"),
+    )
+    assert code(found) == (None if grows else "E_AMBIGUOUS_STATE_PAIRING")
+
+
+@pytest.mark.parametrize(
     ("past", "present"),
     [
         (("batch", 64, 3), ("batch", 64, 3)),

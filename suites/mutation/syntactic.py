@@ -95,6 +95,9 @@ def run_syntactic(
 ) -> list[SyntacticMutant]:
     """Run mutmut on a copy of the tree in `work`, and return every mutant with its verdict.
 
+    A mutant whose tests do not end in time is tested once more: on a busy machine some hang for no reason
+    of their own.
+
     Args:
         work: folder for the copy and for mutmut's results, which a later run takes up again.
         only: patterns of mutant names to run; all that have no verdict where there are none.
@@ -108,6 +111,15 @@ def run_syntactic(
     copy_tree(work)
     _drop_stale_verdicts(work, keep_kills=keep_kills)
     notes = work / "kills.jsonl"
+    _mutmut(work, only, children=children, notes=notes)
+    hung = [name for name, code in _exit_codes(work).items() if code in _TIMEOUTS]
+    if hung:  # by the mutant, or by the machine: once more, one at a time
+        _mutmut(work, hung, children=1, notes=notes)
+    return _results(work, _kills(notes))
+
+
+def _mutmut(work: Path, names: Iterable[str], *, children: int, notes: Path) -> None:
+    """Let mutmut test the mutants of these names, or all that have no verdict where there are none."""
     environment = {
         **os.environ,
         "CI": "1",  # hypothesis then draws the same examples every time
@@ -115,14 +127,21 @@ def run_syntactic(
         KILLS_VARIABLE: str(notes),
     }
     script = Path(sys.executable).parent / "mutmut"
-    command = [sys.executable, str(script), "run", "--max-children", str(children), *only]
+    command = [sys.executable, str(script), "run", "--max-children", str(children), *names]
     log = work / "mutmut.log"
     with log.open("w", encoding="utf-8") as stream:
         subprocess.run(command, cwd=work, env=environment, stdout=stream, stderr=stream, check=False)
     ended = log.read_text(encoding="utf-8", errors="replace")
     if "mutations/second" not in ended:
         raise RuntimeError(f"mutmut tested nothing: {' '.join(ended.split())[-600:]}")
-    return _results(work, _kills(notes))
+
+
+def _exit_codes(work: Path) -> dict[str, int | None]:
+    """How the tests of each mutant ended."""
+    codes: dict[str, int | None] = {}
+    for path in (work / "mutants").rglob("*.meta"):
+        codes |= json.loads(path.read_text(encoding="utf-8"))["exit_code_by_key"]
+    return codes
 
 
 def _drop_stale_verdicts(work: Path, *, keep_kills: bool) -> None:

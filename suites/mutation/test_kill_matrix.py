@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from suites.mutation import syntactic
 from suites.mutation.matrix import kill_matrix, summary_of
 from suites.mutation.named import Verdict, named_mutants
-from suites.mutation.syntactic import Equivalent, SyntacticMutant, declared_equivalents
+from suites.mutation.syntactic import Equivalent, SyntacticMutant, declared_equivalents, run_syntactic
 from suites.mutation.tree import ROOT
 
 SCHEMA = json.loads((ROOT / "reports/schemas/mutation-1.schema.json").read_text(encoding="utf-8"))
@@ -110,3 +112,24 @@ def test_every_declaration_has_its_reason() -> None:
 def test_kept_kills_are_told(tmp_path: Path) -> None:
     """A run for work on tests does not pass for a verdict."""
     assert any("kept" in line for line in summary_of(matrix(syntactic=KILLED, kept_kills=True)))
+
+
+def test_a_mutant_that_hangs_is_tested_once_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By itself, so that it is the mutant and not the machine that decides; no other is tested again."""
+    runs: list[tuple[list[str], int]] = []
+    endings = {"m.x_f__mutmut_1": 1, "m.x_f__mutmut_2": -24, "m.x_f__mutmut_3": 0}
+
+    def mutmut(work: Path, names: Iterable[str], *, children: int, notes: Path) -> None:
+        runs.append((list(names), children))
+        meta = work / "mutants" / "m.py.meta"
+        meta.parent.mkdir(exist_ok=True)
+        meta.write_text(json.dumps({"exit_code_by_key": endings}), encoding="utf-8")
+
+    monkeypatch.setattr(syntactic, "copy_tree", lambda work: None)
+    monkeypatch.setattr(syntactic, "_mutmut", mutmut)
+    monkeypatch.setattr(syntactic, "_results", lambda work, kills: [])
+    run_syntactic(tmp_path, only=["m.*"], children=3)
+    assert runs == [(["m.*"], 3), (["m.x_f__mutmut_2"], 1)]
+    del endings["m.x_f__mutmut_2"]
+    run_syntactic(tmp_path)
+    assert runs[2:] == [([], 2)]
