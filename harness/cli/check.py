@@ -20,6 +20,7 @@ from harness.events import CheckFinished, Event
 
 if TYPE_CHECKING:
     from harness.engines.base import OptionValue
+    from harness.engines.isolated.limits import Limits
     from harness.engines.registry import EngineSpec
     from harness.models.builtin import BuiltinPackage
     from harness.package import Package
@@ -57,6 +58,7 @@ class _Request:
     stop_on_eos: bool
     ignore_declared: bool
     candidate: EngineSpec | None
+    limits: Limits | None
     oracle: EngineSpec
     oracle_mode: OracleMode
 
@@ -126,6 +128,26 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
 @click.option("--stop-on-eos", is_flag=True, help="Stop at the package's end-of-sequence token.")
 @click.option("--ignore-declared", is_flag=True, help="Derive the topology whatever the sidecars say.")
 @click.option(
+    "--in-process", is_flag=True, help="Run the candidate in this process, for debugging, without limits."
+)
+@click.option(
+    "--call-timeout",
+    type=click.IntRange(0, 10**7),
+    metavar="SECONDS",
+    help="What one call of the candidate may take; 0: no limit. [default: 600]",
+)
+@click.option(
+    "--timeout",
+    type=click.IntRange(0, 10**7),
+    metavar="SECONDS",
+    help="What all calls of the candidate together may take; 0: no limit. [default: 0]",
+)
+@click.option(
+    "--memory-limit",
+    metavar="SIZE",
+    help="What the candidate may hold, such as 4GiB. [default: nine tenths of what is free]",
+)
+@click.option(
     "--report-dir",
     type=click.Path(path_type=Path, file_okay=False),
     help="Where parity.json goes. [default: reports/<UTC time>-<package>]",
@@ -145,6 +167,10 @@ def command(
     max_new_tokens: int | None,
     stop_on_eos: bool,
     ignore_declared: bool,
+    in_process: bool,
+    call_timeout: int | None,
+    timeout: int | None,
+    memory_limit: str | None,
     report_dir: Path | None,
     as_json: bool,
 ) -> int:
@@ -170,6 +196,7 @@ def command(
     # Names and options first: a misspelt engine is found before a package is written or read.
     candidate_spec = parse_engine(candidate) if candidate is not None else None
     oracle_spec = _rounding(parse_engine(oracle_name), rounding)
+    limits = _limits(in_process, call_timeout, timeout, memory_limit)
     found, builtin = find_package(package)
     plan = _plan(
         _Request(
@@ -181,6 +208,7 @@ def command(
             stop_on_eos=stop_on_eos,
             ignore_declared=ignore_declared,
             candidate=candidate_spec,
+            limits=limits,
             oracle=oracle_spec,
             oracle_mode=Reference.check_mode(oracle_spec, oracle_mode),
         )
@@ -227,6 +255,36 @@ def _rounding(oracle: EngineSpec, rounding: str | None) -> EngineSpec:
     return replace(oracle, options={**oracle.options, "rounding": rounding})
 
 
+def _limits(
+    in_process: bool, call_timeout: int | None, timeout: int | None, memory_limit: str | None
+) -> Limits | None:
+    """What the candidate may take in a process of its own; None where it runs in ours."""
+    from harness.engines.isolated.engine import can_isolate
+    from harness.engines.isolated.limits import Limits, most_memory, read_memory
+
+    given = {"--call-timeout": call_timeout, "--timeout": timeout, "--memory-limit": memory_limit}
+    named = [name for name, value in given.items() if value is not None]
+    if named and in_process:
+        raise InputError(
+            f"{named[0]} needs a process that can be ended, and --in-process asks for none.",
+            next_action="Leave one of them out.",
+        )
+    if named and not can_isolate():
+        raise InputError(
+            f"{named[0]} needs a process of its own for the candidate, which this system does not allow.",
+            next_action="Leave it out, or run the check on Linux or macOS.",
+        )
+    if in_process or not can_isolate():
+        return None
+    most = most_memory() if memory_limit is None else read_memory(memory_limit)
+    if most is None:
+        raise InputError(
+            f"--memory-limit {memory_limit!r} is no size.", next_action="Write, for example, 4GiB or 512M."
+        )
+    call = Limits().call_seconds if call_timeout is None else call_timeout
+    return Limits(call_seconds=call or None, run_seconds=timeout or None, memory_bytes=most)
+
+
 def _usable(spec: EngineSpec | None) -> EngineSpec:
     """The engine asked for if it can be used here; the default candidate where none was asked for."""
     from harness.engines.registry import EngineSpec, default_candidate
@@ -246,6 +304,7 @@ def _usable(spec: EngineSpec | None) -> EngineSpec:
 def _plan(request: _Request) -> CheckPlan:
     from harness.decode.feeds import plan_feeds
     from harness.decode.prompts import vocabulary_size
+    from harness.engines.isolated.engine import isolated
     from harness.models.builtin import cache_dir
     from harness.package import model_sha256
     from harness.parity.check import CheckPlan
@@ -279,6 +338,8 @@ def _plan(request: _Request) -> CheckPlan:
             "whatever they compute.",
             next_action="Name another engine with --candidate or --oracle.",
         )
+    if request.limits is not None:
+        candidate = isolated(candidate, request.limits)
     return CheckPlan(
         package=request.name,
         model=package.model,

@@ -17,7 +17,14 @@ from harness.errors import EngineUnavailableError, InputError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["ENTRY_POINT_GROUP", "EngineSpec", "default_candidate", "installed_engines", "parse_engine"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "EngineSpec",
+    "default_candidate",
+    "installed_engines",
+    "parse_engine",
+    "reference_of",
+]
 
 ENTRY_POINT_GROUP = "onnx_parity.engines"
 
@@ -98,6 +105,12 @@ def _load(name: str, entries: set[EntryPoint]) -> Engine:
             "Update or uninstall its distribution.",
         )
     return engine
+
+
+def reference_of(name: str) -> str | None:
+    """Where the entry point of an engine leads, as `module:attribute`; None where none or several do."""
+    values = {entry.value for entry in metadata.entry_points(group=ENTRY_POINT_GROUP) if entry.name == name}
+    return values.pop() if len(values) == 1 else None
 
 
 def parse_engine(text: str) -> EngineSpec:

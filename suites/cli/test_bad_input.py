@@ -218,6 +218,10 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "ID of many digits": (as_it_is, ["--prompt-ids", "9" * 5000], "whole numbers"),
     "too many threads": (as_it_is, [*IDS, "--candidate", "ort-cpu:threads=999999"], "threads"),
     "an engine against itself": (as_it_is, [*IDS, "--candidate", "oracle"], "same options"),
+    "a limit without a process": (as_it_is, [*IDS, "--in-process", "--timeout", "9"], "--timeout"),
+    "a time below zero": (as_it_is, [*IDS, "--call-timeout", "-1"], "--call-timeout"),
+    "a time that is no number": (as_it_is, [*IDS, "--timeout", "nan"], "--timeout"),
+    "a memory limit that is no size": (as_it_is, [*IDS, "--memory-limit", "much"], "--memory-limit"),
     "empty report folder": (as_it_is, [*IDS, "--report-dir", ""], "--report-dir"),
     "broken JSON": (broken_genai_config, IDS, "genai_config.json"),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 from harness.engines.base import Availability, Engine, EngineOption, OptionValue, Session
@@ -13,7 +12,7 @@ from harness.engines.isolated.limits import Limits, RunClock
 from harness.engines.isolated.process import Worker
 from harness.engines.isolated.session import IsolatedSession
 from harness.engines.options import complete
-from harness.engines.registry import ENTRY_POINT_GROUP, EngineSpec
+from harness.engines.registry import EngineSpec, reference_of
 
 __all__ = ["IsolatedEngine", "can_isolate", "isolated"]
 
@@ -92,7 +91,7 @@ def isolated(spec: EngineSpec, limits: Limits) -> EngineSpec:
 
     An engine that no entry point leads to stays as it is: a worker could not find it.
     """
-    entries = {entry.value for entry in metadata.entry_points(group=ENTRY_POINT_GROUP, name=spec.name)}
-    if len(entries) != 1:
+    reference = reference_of(spec.name)
+    if reference is None:
         return spec
-    return EngineSpec(IsolatedEngine(spec.engine, entries.pop(), limits), spec.options)
+    return EngineSpec(IsolatedEngine(spec.engine, reference, limits), spec.options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Limits", "RunClock", "memory_text", "read_memory"]
+__all__ = ["Limits", "RunClock", "memory_text", "most_memory", "read_memory"]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,15}(\.[0-9]{1,3})?)\s*(?P<unit>[kmgt]?)(i?b)?", re.IGNORECASE)
@@ -32,6 +32,13 @@ class RunClock:
 
     def __init__(self) -> None:
         self.spent = 0.0
+
+
+def most_memory() -> int:
+    """Bytes that an engine may hold where nobody says: most of what is free now, so that the system lives."""
+    import psutil
+
+    return int(psutil.virtual_memory().available) * 9 // 10
 
 
 def read_memory(text: str) -> int | None:
