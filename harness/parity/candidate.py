@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.decode.loop import StepObserver, greedy_decode
+from harness.decode.plan import ExtraFeeds
 from harness.decode.trace import Trace
 from harness.engines.base import Session
 from harness.engines.registry import EngineSpec
@@ -55,8 +56,14 @@ class Candidate:
             self.seconds = time.perf_counter() - began
         return self._session
 
-    def decode(self, prompt_ids: Sequence[int], *, on_step: StepObserver | None = None) -> Trace:
-        """Continue a prompt, from empty KV and zero states.
+    def decode(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        extra: ExtraFeeds | None = None,
+        on_step: StepObserver | None = None,
+    ) -> Trace:
+        """Continue a prompt, from empty KV and zero states; `extra` is fed at every call.
 
         An engine that fails on the way leaves what came before; the next decode gets a new session.
 
@@ -71,6 +78,7 @@ class Candidate:
             max_new_tokens=self._max_new_tokens,
             stop_ids=self._stop_ids,
             top_k=self._top_k,
+            extra=extra,
             on_step=on_step,
         )
         if trace.failure is not None:

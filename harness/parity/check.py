@@ -6,10 +6,11 @@ Everything that happens is emitted as events; the return value only closes the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.decode.plan import ExtraFeeds
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
 from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import SessionInfo
@@ -41,10 +42,19 @@ TOP_K = 5
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to continue: token IDs, and the text they came from (None for a prompt given as IDs)."""
+    """What to continue.
+
+    Attributes:
+        token_ids: what the decoder is fed.
+        text: what the IDs came from; None for a prompt given as IDs.
+        source_ids: what a text encoder is fed, and the decoder goes by; empty for any other model.
+        extra: what is fed at every call, by port: what encoders take.
+    """
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    source_ids: tuple[int, ...] = ()
+    extra: ExtraFeeds = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +151,8 @@ class _Check:
                 raise failure
             verdicts = []
             for index, prompt in enumerate(plan.prompts):
-                self._emit(PromptStarted(index, prompt.text, prompt.token_ids, plan.max_new_tokens))
+                asked = prompt.source_ids or prompt.token_ids
+                self._emit(PromptStarted(index, prompt.text, asked, plan.max_new_tokens))
                 judged = self._decode(index, prompt, oracle, failure)
                 verdicts.append(Verdict(judged.verdict))
                 self._emit(judged)
@@ -158,10 +169,11 @@ class _Check:
         try:
             if failure is not None:
                 raise failure
-            trace = self._candidate.decode(prompt.token_ids, on_step=self._progress(index, "candidate"))
+            progress = self._progress(index, "candidate")
+            trace = self._candidate.decode(prompt.token_ids, extra=prompt.extra, on_step=progress)
         except EngineFailedError as error:
             return _failed(index, _facts(error), 0.0)
-        return self._judge(index, trace, oracle)
+        return self._judge(index, prompt, trace, oracle)
 
     def _open_oracle(self) -> Reference:
         plan = self._plan
@@ -194,20 +206,20 @@ class _Check:
             candidate = self._candidate
             self._emit(_opened_event("candidate", candidate.session.info, candidate.seconds))
 
-    def _judge(self, index: int, trace: Trace, oracle: Reference) -> PromptJudged:
+    def _judge(self, index: int, prompt: Prompt, trace: Trace, oracle: Reference) -> PromptJudged:
         facts = None if trace.failure is None else _facts(trace.failure)
         if not trace.token_ids:
             assert facts is not None, "a decode without tokens and without a failure"
             return _failed(index, facts, trace.seconds)
         progress = self._progress(index, "oracle")
         try:
-            reference = oracle.verify(trace.prompt_ids, trace.token_ids, on_step=progress)
+            reference = oracle.verify(trace.prompt_ids, trace.token_ids, extra=prompt.extra, on_step=progress)
         except InvalidRunError as error:
             where = f"Prompt {index + 1}: {error.message}"
             raise InvalidRunError(where, next_action=error.next_action) from error
         found = compare_tokens(trace, reference.trace, bands=reference.bands, undecided=reference.undecided)
         if facts is None and found.first_divergence is not None:
-            found, facts = self._repeat(trace, found)
+            found, facts = self._repeat(prompt, trace, found)
         return PromptJudged(
             index=index,
             verdict=found.verdict if facts is None else Verdict(facts.kind),
@@ -223,10 +235,12 @@ class _Check:
             failure=facts,
         )
 
-    def _repeat(self, trace: Trace, found: TokenComparison) -> tuple[TokenComparison, FailureFacts | None]:
+    def _repeat(
+        self, prompt: Prompt, trace: Trace, found: TokenComparison
+    ) -> tuple[TokenComparison, FailureFacts | None]:
         """Decode a prompt that differs from the oracle once more: does it differ from itself?"""
         try:
-            again = self._candidate.decode(trace.prompt_ids)
+            again = self._candidate.decode(prompt.token_ids, extra=prompt.extra)
         except EngineFailedError as error:
             return found, _facts(error)
         facts = None if again.failure is None else _facts(again.failure)

@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias
 
 from harness.decode.diagnose import first_non_finite
 from harness.decode.loop import StepObserver, forced_decode, one_pass_decode
+from harness.decode.plan import ExtraFeeds
 from harness.decode.trace import Trace
 from harness.engines.base import Session, SessionInfo
 from harness.engines.registry import EngineSpec
@@ -102,6 +103,7 @@ class Reference:
         self._precision = str(self._session.info.settings.get("precision", ""))
         self._sessions = {self._precision: self._session}
         self._bands: dict[str, float] = {}
+        self._extra: ExtraFeeds = {}
 
     @staticmethod
     def check_mode(spec: EngineSpec, mode: OracleMode | None) -> OracleMode:
@@ -137,13 +139,19 @@ class Reference:
             session.close()
 
     def verify(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, on_step: StepObserver | None = None
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        *,
+        extra: ExtraFeeds | None = None,
+        on_step: StepObserver | None = None,
     ) -> ReferenceTrace:
-        """The oracle's logits along `token_ids`.
+        """The oracle's logits along `token_ids`; `extra` is fed at every call.
 
         Raises:
             InvalidRunError: the oracle failed, or its logits hold NaN.
         """
+        self._extra = extra or {}
         trace = self._sound(self._logits(self._session, prompt_ids, token_ids, on_step), self._session)
         if not self._measures:
             return ReferenceTrace(trace, (0.0,) * len(trace.steps), (), self.mode)
@@ -167,7 +175,7 @@ class Reference:
         on_step: StepObserver | None,
     ) -> Trace:
         if self.mode == "one-pass":
-            trace = one_pass_decode(session, self._topology, prompt_ids, token_ids, top_k=self._top_k)
+            trace = self._whole(session, prompt_ids, token_ids)
             if trace is not None:
                 if on_step is not None and trace.token_ids:
                     on_step(len(trace.token_ids) - 1, trace.token_ids[-1])
@@ -183,7 +191,18 @@ class Reference:
         on_step: StepObserver | None = None,
     ) -> Trace:
         return forced_decode(
-            session, self._topology, prompt_ids, token_ids, top_k=self._top_k, on_step=on_step
+            session,
+            self._topology,
+            prompt_ids,
+            token_ids,
+            top_k=self._top_k,
+            extra=self._extra,
+            on_step=on_step,
+        )
+
+    def _whole(self, session: Session, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Trace | None:
+        return one_pass_decode(
+            session, self._topology, prompt_ids, token_ids, top_k=self._top_k, extra=self._extra
         )
 
     def _band(self, precision: str, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
@@ -195,7 +214,7 @@ class Reference:
             session, finest = self._session_in(precision), self._session_in(_FINEST)
             exact = self._sound(self._steps(finest, prompt, tokens), finest)
             runs = [] if session is finest else [self._sound(self._steps(session, prompt, tokens), session)]
-            whole = one_pass_decode(session, self._topology, prompt, tokens, top_k=self._top_k)
+            whole = self._whole(session, prompt, tokens)
             if whole is not None:
                 runs.append(self._sound(whole, session))
             spread = max((spread_between(exact, run) for run in runs), default=0.0)
@@ -219,7 +238,7 @@ class Reference:
         for position, step in enumerate(trace.steps):
             if step.has_nan or not math.isfinite(step.values[0]):
                 fed = (*trace.prompt_ids, *trace.token_ids[:position])
-                node = first_non_finite(session, self._topology, fed)
+                node = first_non_finite(session, self._topology, fed, extra=self._extra)
                 first = "" if node is None else f" The first node to make them so is {node}."
                 raise InvalidRunError(
                     f"The oracle's logits are not finite at generated position {position}: such an oracle "
