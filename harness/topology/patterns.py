@@ -28,7 +28,7 @@ def layer_of(text: str) -> int | None:
 
 
 class PatternTable(Generic[_Entry]):
-    """Patterns with at most one `%d`, each with an entry to return."""
+    """Patterns with at most one `%d`, each with an entry to return. A second one would be literal."""
 
     def __init__(self, patterns: Iterable[tuple[str, _Entry]]) -> None:
         self._by_skeleton: dict[str, list[tuple[str, str, bool, _Entry]]] = {}
@@ -50,7 +50,7 @@ class PatternTable(Generic[_Entry]):
 
 
 class StemTable(Generic[_Entry]):
-    """Patterns with one `*`, each with an entry to return."""
+    """Patterns with one `*`, each with an entry to return. A second one would be literal."""
 
     def __init__(self, patterns: Iterable[tuple[str, _Entry]]) -> None:
         self._patterns: list[tuple[str, str, _Entry]] = []

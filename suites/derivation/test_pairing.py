@@ -48,13 +48,16 @@ def test_an_index_is_ascii_digits_and_nothing_else(name: str, index: str | None)
 
 
 def test_digits_in_a_pattern_are_literal() -> None:
-    """A pattern may have digits of its own, and they are not the layer."""
+    """A pattern may have digits of its own, which are not the layer; nor is a second `%d`."""
     table = PatternTable([("v2.%d.key3", "entry"), ("v2.plain", "other")])
     assert table.matches("v2.7.key3") == [("entry", "7")]
     assert table.matches("v3.7.key3") == []
     assert table.matches("v2.7.key4") == []
     assert table.matches("v2.plain") == [("other", "")]
     assert table.matches("v3.plain") == []
+    twice = PatternTable([("a%d.%d", "entry")])
+    assert twice.matches("a7.%d") == [("entry", "7")]
+    assert twice.matches("a7.7") == []
 
 
 def test_a_stem_is_not_empty() -> None:
@@ -67,6 +70,9 @@ def test_a_stem_is_not_empty() -> None:
     between = StemTable([("in_*_in", "both")])
     assert between.matches("in_x_in") == [("both", "x")]
     assert between.matches("in_in") == []
+    twice = StemTable([("a*.*", "entry")])
+    assert twice.matches("a_x.*") == [("entry", "_x")]
+    assert twice.matches("a_x.y") == []
 
 
 @pytest.mark.parametrize(
