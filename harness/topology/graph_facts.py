@@ -7,7 +7,7 @@ not say that width, `head_size` in `genai_config.json` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from harness.errors import InputError
 from harness.onnx_file import ModelFile, Shape, open_model
 from harness.onnx_graph import Node, main_graphs, nodes_of, subgraph
 from harness.ports import PortInventory
-from harness.topology.acceptance import SELF_KV_ROLES
 from harness.topology.mappings import section
 from harness.topology.spec import GraphFacts, Role, Topology
 
@@ -51,21 +50,20 @@ class _Heads(NamedTuple):
     """Where an attention operator has its caches, and what it makes their rows of.
 
     Attributes:
-        pasts: input position of the past keys, and of the past values.
-        fresh: input position of this call's keys, and of its values.
-        number: the attribute that says how many heads there are.
+        pasts: input position of the past keys, and of the past values. This call's queries, keys and values
+            are the first three inputs.
+        number: the attribute that says how many heads the caches have.
     """
 
     pasts: tuple[int, int]
-    fresh: tuple[int, int]
     number: str
 
 
 _ATTENTION: Mapping[tuple[str, str], _Heads] = {
-    ("", "Attention"): _Heads((4, 5), (1, 2), "kv_num_heads"),
-    _GROUPED: _Heads((3, 4), (1, 2), "kv_num_heads"),
-    ("com.microsoft", "SparseAttention"): _Heads((3, 4), (1, 2), "kv_num_heads"),
-    ("com.microsoft", "MultiHeadAttention"): _Heads((6, 7), (1, 2), "num_heads"),
+    ("", "Attention"): _Heads((4, 5), "kv_num_heads"),
+    _GROUPED: _Heads((3, 4), "kv_num_heads"),
+    ("com.microsoft", "SparseAttention"): _Heads((3, 4), "kv_num_heads"),
+    ("com.microsoft", "MultiHeadAttention"): _Heads((6, 7), "num_heads"),
 }
 """Operators that take [batch, heads, rows, width] caches (ONNX and onnxruntime schemas)."""
 
@@ -114,23 +112,23 @@ def read_graph_facts(
         width = widths.get(name, declared)
         if width is not None:
             extents[name] = {axis: width}
-    return GraphFacts(extents, found.row_axes, frozenset(found.last_token_indices))
+    return GraphFacts(
+        extents=extents, row_axes=found.row_axes, last_token_indices=frozenset(found.last_token_indices)
+    )
 
 
 def _open_caches(inventory: PortInventory, topology: Topology) -> dict[str, int]:
     """Growing caches whose width is a symbol, with the axis of the width: the last."""
-    presents = dict(zip(topology.kv_inputs, topology.kv_outputs, strict=True))
+    inputs = {port.name: port for port in inventory.inputs}
     outputs = {port.name: port for port in inventory.outputs}
-    roles = {port.name: port.role for port in topology.roles if port.direction == "input"}
+    scales = {port.name for port in topology.roles if port.role is Role.KV_SCALE}
     found = {}
-    for port in inventory.inputs:
-        present = outputs.get(presents.get(port.name, ""))
-        if present is None or not port.shape or roles.get(port.name) not in SELF_KV_ROLES - {Role.KV_SCALE}:
-            continue
-        before, after = port.shape[-1], (present.shape or port.shape)[-1]
+    for index, name in enumerate(topology.kv_inputs):
+        before = inputs[name].shape or ()
+        after = outputs[topology.kv_outputs[index]].shape or before
         # An axis that is spelled alike on both sides does not grow.
-        if not isinstance(before, int) and not isinstance(after, int) and before == after:
-            found[port.name] = len(port.shape) - 1
+        if name not in scales and before and not isinstance(before[-1], int) and before[-1] == after[-1]:
+            found[name] = len(before) - 1
     return found
 
 
@@ -144,11 +142,10 @@ class _Nodes:
     """The nodes of the main graph that a cache or a length goes into."""
 
     def __init__(
-        self, model: ModelFile, *, caches: Iterable[str], buffers: set[str], lengths: set[str]
+        self, model: ModelFile, *, caches: Collection[str], buffers: set[str], lengths: set[str]
     ) -> None:
         self._model = model
-        self._caches = frozenset(caches)
-        self._attention: list[Node] = []
+        self._taken: list[tuple[Node, int, str]] = []
         self._makers: dict[str, Node] = {}
         self.row_axes: dict[str, int] = {}
         self.last_token_indices: set[str] = set()
@@ -156,75 +153,76 @@ class _Nodes:
         for place in main_graphs(model.data):
             for node in nodes_of(model.data, subgraph(model.data, place)):
                 operator = (node.domain, node.operator)
-                first = node.inputs[0] if node.inputs else ""
+                first = next(iter(node.inputs), None)
                 if node.operator in _PASSED_ON and first in origin and node.outputs:
                     origin[node.outputs[0]] = origin[first]
                 if operator == _SCATTER and first in buffers:
                     self.row_axes[first] = node.integers.get("axis", -2)
-                if operator == _GROUPED and len(node.inputs) > _LAST_TOKEN_SLOT:
-                    source = origin.get(node.inputs[_LAST_TOKEN_SLOT])
-                    self.last_token_indices |= {source} if source is not None else set()
-                if operator in _ATTENTION and self._caches.intersection(node.inputs):
-                    self._attention.append(node)
-                if self._caches and node.outputs:
+                if operator == _GROUPED:
+                    slot = node.inputs[_LAST_TOKEN_SLOT : _LAST_TOKEN_SLOT + 1]
+                    self.last_token_indices.update(origin[name] for name in slot if name in origin)
+                if operator in _ATTENTION:
+                    self._taken += [
+                        (node, position, name)
+                        for position, past in enumerate(_ATTENTION[operator].pasts, start=1)
+                        for name in node.inputs[past : past + 1]
+                        if name in caches
+                    ]
+                if caches and node.outputs:
                     self._makers[node.outputs[0]] = node
 
     def widths(self) -> dict[str, int]:
         """The width of a head in each cache, as far as the attention that takes it says so."""
-        wanted = {name for node in self._attention for name in self._asked(node)}
-        shapes = self._model.shapes(wanted)
+        shapes = self._model.shapes({name for node, _, _ in self._taken for name in self._asked(node)})
         found = {}
-        for node in self._attention:
-            heads = _ATTENTION[node.domain, node.operator]
-            count = node.integers.get(heads.number, 0)
-            queries = node.integers.get("num_heads", 0)
-            for past, fresh in zip(heads.pasts, heads.fresh, strict=True):
-                name = node.inputs[past] if past < len(node.inputs) else ""
-                if name not in self._caches or not count:
-                    continue
-                is_packed = fresh >= len(node.inputs) or not node.inputs[fresh]
-                # Without keys of their own, queries, keys and values of all heads stand side by side.
-                source, parts = (0, queries + 2 * count) if is_packed else (fresh, count)
-                width = self._width(node.inputs[source], shapes)
-                shape = shapes.get(node.inputs[source])
-                if shape is not None and len(shape) == 4:
-                    parts = 1  # heads on an axis of their own
-                if width is not None and parts and width % parts == 0:
-                    bits = node.integers.get("kv_cache_bit_width", 0)
-                    found[name] = (width // parts + 1) // 2 if bits == 4 else width // parts
+        for node, position, cache in self._taken:
+            width = self._head_width(node, position, shapes)
+            if width is not None:
+                found[cache] = width
         return found
+
+    def _head_width(self, node: Node, position: int, shapes: Mapping[str, Shape]) -> int | None:
+        """How wide a row for one head is of what the attention `node` is given at `position`."""
+        count = node.integers.get(_ATTENTION[node.domain, node.operator].number, 0)
+        given = node.inputs[position] or node.inputs[1]
+        # Without keys of their own, queries, keys and values of all heads stand side by side.
+        parts = count if given else node.integers.get("num_heads", 0) + 2 * count
+        source = given or node.inputs[0]
+        if len(shapes.get(source) or ()) > 3:
+            parts = 1  # heads on an axis of their own
+        width = self._width(source, shapes)
+        if width is None or parts < 1 or width % parts != 0:
+            return None
+        # Two values of 4 bits share a byte, of which the last one may hold one only.
+        return (width // parts + 1) // 2 if node.integers.get("kv_cache_bit_width") == 4 else width // parts
 
     def _asked(self, node: Node) -> Iterator[str]:
         """Values and weights whose shape may tell the width of what `node` is given."""
-        for position in (0, *_ATTENTION[node.domain, node.operator].fresh):
-            name = node.inputs[position] if position < len(node.inputs) else ""
-            for _ in range(_FARTHEST):
-                if not name:
-                    break
-                yield name
-                maker = self._makers.get(name)
-                if maker is None:
-                    break
-                yield from maker.inputs
-                name = maker.inputs[0] if maker.inputs and maker.operator in _SAME_WIDTH else ""
+        for name in node.inputs[:3]:
+            for value, maker in self._made_of(name):
+                yield value
+                yield from () if maker is None else maker.inputs
 
     def _width(self, name: str, shapes: Mapping[str, Shape]) -> int | None:
         """The last extent of a value: as the graph says it, or as wide as the product that gave it."""
-        for _ in range(_FARTHEST):
-            shape = shapes.get(name)
+        for value, maker in self._made_of(name):
+            shape = shapes.get(value)
             if shape and isinstance(shape[-1], int):
                 return shape[-1]
-            maker = self._makers.get(name)
-            if maker is None or not maker.inputs:
-                return None
-            if maker.operator == "MatMulNBits":
+            if maker is not None and maker.operator == "MatMulNBits":
                 return maker.integers.get("N")
-            if maker.operator in ("MatMul", "Gemm") and len(maker.inputs) > 1:
+            if maker is not None and maker.operator in ("MatMul", "Gemm") and len(maker.inputs) > 1:
                 weight = shapes.get(maker.inputs[1])
                 last = -2 if maker.integers.get("transB") else -1
                 extent = weight[last] if weight is not None and len(weight) == 2 else None
                 return extent if isinstance(extent, int) else None
-            if maker.operator not in _SAME_WIDTH:
-                return None
-            name = maker.inputs[0]
         return None
+
+    def _made_of(self, name: str) -> Iterator[tuple[str, Node | None]]:
+        """A value and those before it that are as wide, each with the node that gives it."""
+        for _ in range(_FARTHEST):
+            maker = self._makers.get(name)
+            yield name, maker
+            if maker is None or maker.operator not in _SAME_WIDTH or not maker.inputs:
+                return
+            name = maker.inputs[0]
