@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.cli.output import json_option, print_json_line, report_error, reporting
+from harness.cli.planning import derive_decoder, plan_decoder
 from harness.cli.process import deferred_interrupts
 from harness.cli.prompting import PromptOptions, encode_prompts, requested_prompts
 from harness.cli.source import find_package
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "failure_document"]
 
 _DEFAULT_NEW_TOKENS = 16
+_SEED = 0
 
 
 class _RefusedError(ParityError):
@@ -54,6 +56,7 @@ class _Request:
     package: Package
     builtin: BuiltinPackage | None
     prompts: PromptOptions
+    inputs: Path | None
     max_new_tokens: int | None
     stop_on_eos: bool
     ignore_declared: bool
@@ -124,6 +127,12 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
     help="A prompt a line: text, prompt_ids or messages.",
 )
 @click.option("--chat", is_flag=True, help="Put each text into the package's chat template.")
+@click.option(
+    "--inputs",
+    type=click.Path(path_type=Path),
+    metavar="FILE.npz",
+    help="What the encoder takes, or would give, by name. [default: made up from a seed]",
+)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Tokens to decode a prompt. [default: 16]")
 @click.option("--stop-on-eos", is_flag=True, help="Stop at the package's end-of-sequence token.")
 @click.option("--ignore-declared", is_flag=True, help="Derive the topology whatever the sidecars say.")
@@ -164,6 +173,7 @@ def command(
     id_lists: tuple[str, ...],
     prompt_set: Path | None,
     chat: bool,
+    inputs: Path | None,
     max_new_tokens: int | None,
     stop_on_eos: bool,
     ignore_declared: bool,
@@ -204,6 +214,7 @@ def command(
             package=found,
             builtin=builtin,
             prompts=PromptOptions(texts=texts, id_lists=id_lists, file=prompt_set, chat=chat),
+            inputs=inputs,
             max_new_tokens=max_new_tokens,
             stop_on_eos=stop_on_eos,
             ignore_declared=ignore_declared,
@@ -304,32 +315,33 @@ def _usable(spec: EngineSpec | None) -> EngineSpec:
 def _plan(request: _Request) -> CheckPlan:
     from harness.decode.feeds import plan_feeds
     from harness.decode.prompts import vocabulary_size
+    from harness.decode.wired import wired
     from harness.engines.isolated.engine import isolated
     from harness.models.builtin import cache_dir
     from harness.package import model_sha256
     from harness.parity.check import CheckPlan
-    from harness.ports import read_ports
-    from harness.topology.resolve import resolve_package
 
     package, builtin = request.package, request.builtin
-    inventory = read_ports(package.model)
     # Hashing reads every file of the model: what is missing or outside the package is found here.
-    sha256 = model_sha256(package.model, cache=cache_dir())
-    derivation = resolve_package(package, inventory, ignore_declared=request.ignore_declared)
+    model_sha256(*(part.graph for part in package.components.decoder), cache=cache_dir())
+    derivation = derive_decoder(package, ignore_declared=request.ignore_declared)
     if derivation.topology is None:
         assert derivation.refusal is not None
         raise _RefusedError(derivation.refusal)
+    decoder = plan_decoder(package, derivation.topology, inputs=request.inputs, seed=_SEED)
+    sha256 = model_sha256(*decoder.graphs, cache=cache_dir())
     prompts = encode_prompts(
-        requested_prompts(request.prompts, package, builtin),
+        requested_prompts(request.prompts, package, builtin, conditioning=decoder.conditioning),
         package,
         chat=request.prompts.chat,
-        vocabulary=vocabulary_size(inventory, derivation.topology),
+        vocabulary=vocabulary_size(decoder.inventory, decoder.topology),
+        conditioning=decoder.conditioning,
     )
     stop_ids = _stop_ids(package) if request.stop_on_eos else ()
     max_new_tokens = request.max_new_tokens or (builtin.max_new_tokens if builtin else _DEFAULT_NEW_TOKENS)
     # What cannot be fed, and what a cache has no room for, is said before anything is opened.
-    feeds = plan_feeds(derivation.topology, inventory)
     for prompt in prompts:
+        feeds = plan_feeds(decoder.topology, decoder.inventory, extra=prompt.extra)
         feeds.check_room(len(prompt.token_ids), max_new_tokens)
     candidate, oracle = _usable(request.candidate), _usable(request.oracle)
     if candidate.name == oracle.name and _settings(candidate) == _settings(oracle):
@@ -340,12 +352,14 @@ def _plan(request: _Request) -> CheckPlan:
         )
     if request.limits is not None:
         candidate = isolated(candidate, request.limits)
+    wiring = decoder.conditioning.assembly.wiring
+    candidate, oracle = wired(candidate, wiring), wired(oracle, wiring)
     return CheckPlan(
         package=request.name,
         model=package.model,
         model_name=str(package.model) if builtin is None else builtin.name,
         model_sha256=sha256,
-        topology=derivation.topology,
+        topology=decoder.topology,
         topology_outcome=derivation.outcome.value,
         candidate=candidate,
         oracle=oracle,

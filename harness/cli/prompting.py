@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.decode.chat import render_chat
+from harness.decode.prompt_set import Conversation, read_prompts
+from harness.decode.prompts import check_prompt_ids, encode_prompt
 from harness.errors import InputError
 
 if TYPE_CHECKING:
+    from harness.cli.planning import Conditioning
     from harness.decode.prompt_set import PromptRequest
     from harness.models.builtin import BuiltinPackage
     from harness.package import Package
@@ -39,21 +43,23 @@ class PromptOptions:
 
 
 def requested_prompts(
-    options: PromptOptions, package: Package, builtin: BuiltinPackage | None
+    options: PromptOptions, package: Package, builtin: BuiltinPackage | None, *, conditioning: Conditioning
 ) -> tuple[PromptRequest, ...]:
     """What is asked for: texts, then ID lists, then those of the file; else what the package brings.
+
+    A decoder that answers to an encoder's features needs no prompt: it begins with its prefix.
 
     Raises:
         InputError: an ID list or the file is not well formed; nothing is asked for and there is no default;
             or `--chat` is asked for where every prompt is token IDs.
     """
-    from harness.decode.prompt_set import read_prompts
-
     asked: list[PromptRequest] = [*options.texts, *map(_parse_ids, options.id_lists)]
     if options.file is not None:
         asked += read_prompts(options.file)
     if not asked and builtin is not None:
         asked = list(builtin.prompts)
+    if not asked and conditioning.prefix and not conditioning.takes_source:
+        asked = [conditioning.prefix]
     if not asked:
         if package.tokenizer is None:
             raise InputError(
@@ -70,39 +76,67 @@ def requested_prompts(
 
 
 def encode_prompts(
-    requests: tuple[PromptRequest, ...], package: Package, *, chat: bool, vocabulary: int | None
+    requests: tuple[PromptRequest, ...],
+    package: Package,
+    *,
+    chat: bool,
+    vocabulary: int | None,
+    conditioning: Conditioning,
 ) -> tuple[Prompt, ...]:
     """The prompts as token IDs; the text of a conversation is that of the chat template.
+
+    For a text encoder a prompt is the source, and the decoder is fed its prefix alone. Any other decoder
+    with a prefix is fed that before a text; IDs are taken as they are.
 
     Args:
         requests: as `requested_prompts` gives them.
         package: brings the tokenizer and the template.
         chat: whether a text is what a user says in a conversation.
-        vocabulary: how many IDs the model has; None where that is not known.
+        vocabulary: how many IDs the decoder has; None where that is not known.
+        conditioning: what the decoder goes by.
 
     Raises:
         InputError: a text cannot be encoded, an ID lies outside the vocabulary, or there is no template.
     """
-    from harness.decode.chat import render_chat
-    from harness.decode.prompt_set import Conversation
-    from harness.decode.prompts import check_prompt_ids, encode_prompt
     from harness.parity.check import Prompt
 
+    if conditioning.takes_source and not conditioning.prefix:
+        raise InputError(
+            f"{package.folder}: no file of the package says with which token its decoder starts.",
+            next_action="Add generation_config.json with decoder_start_token_id.",
+        )
+    prefix = check_prompt_ids(conditioning.prefix, vocabulary) if conditioning.prefix else ()
     prompts = []
     for request in requests:
-        if isinstance(request, tuple):
-            prompts.append(Prompt(check_prompt_ids(request, vocabulary)))
-            continue
-        text, template = request, False
-        if chat and isinstance(request, str):
-            request = Conversation(({"role": "user", "content": request},))
-        if isinstance(request, Conversation):
-            # The template has written every special token itself.
-            text, template = render_chat(package.folder, request.messages), True
-        assert isinstance(text, str)
-        ids = encode_prompt(package.folder, text, special_tokens=not template, vocabulary=vocabulary)
-        prompts.append(Prompt(check_prompt_ids(ids, vocabulary), text=text))
+        ids, text = _encoded(
+            request,
+            package,
+            chat=chat,
+            vocabulary=vocabulary,
+            bare=bool(prefix and not conditioning.takes_source),
+        )
+        if conditioning.takes_source:
+            source = check_prompt_ids(ids, None)
+            prompts.append(Prompt(prefix, text, source, conditioning.source(source)))
+        else:
+            whole = ids if text is None else (*prefix, *ids)
+            prompts.append(Prompt(check_prompt_ids(whole, vocabulary), text, extra=conditioning.feeds))
     return tuple(prompts)
+
+
+def _encoded(
+    request: PromptRequest, package: Package, *, chat: bool, vocabulary: int | None, bare: bool
+) -> tuple[tuple[int, ...], str | None]:
+    """IDs and text of one prompt; `bare`: the tokenizer adds no special tokens, as a prefix has them."""
+    if isinstance(request, tuple):
+        return request, None
+    if chat and isinstance(request, str):
+        request = Conversation(({"role": "user", "content": request},))
+    if isinstance(request, Conversation):
+        # The template has written every special token itself.
+        request, bare = render_chat(package.folder, request.messages), True
+    ids = encode_prompt(package.folder, request, special_tokens=not bare, vocabulary=vocabulary)
+    return ids, request
 
 
 def _parse_ids(text: str) -> tuple[int, ...]:

@@ -44,6 +44,17 @@ class Package:
         path = self.folder / "tokenizer.json"
         return path if path.is_file() else None
 
+    def config(self, name: str) -> Mapping[str, Any]:
+        """The mapping in a JSON file of the package; an empty one where there is no such file.
+
+        Raises:
+            InputError: it cannot be read, or holds something else.
+        """
+        if name == "genai_config.json" and self.genai_config is not None:
+            return self.genai_config
+        path = self.folder / name
+        return read_json(path) if path.is_file() else {}
+
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence token IDs that the package declares, in the first file that names any.
 

@@ -47,22 +47,23 @@ def model_files(model: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def model_sha256(model: Path, *, cache: Path | None = None) -> str:
-    """SHA-256 over the bytes of `model_files(model)`, one after another, in hex.
+def model_sha256(*models: Path, cache: Path | None = None) -> str:
+    """SHA-256 over the bytes of the `model_files` of each graph, one after another, in hex.
 
     Args:
-        model: the graph file.
+        models: the graph files, at least one.
         cache: a folder that remembers the hash by path, size and modification time of every file;
             None hashes anew.
 
     Raises:
         InputError: as `model_files`.
     """
-    files = model_files(model)
+    files = [file for model in models for file in model_files(model)]
     state = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     entry = None
     if cache is not None:
-        key = hashlib.sha256(json.dumps(state[0][0]).encode()).hexdigest()[:32]
+        graphs = state[0][0] if len(models) == 1 else [str(model.resolve()) for model in models]
+        key = hashlib.sha256(json.dumps(graphs).encode()).hexdigest()[:32]
         entry = cache / "sha256" / f"{key}.json"
         try:
             known = json.loads(entry.read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ from harness.topology.interface import (
 from harness.topology.placement import Placement
 from harness.topology.shapes import StateShapeMatch
 from harness.topology.sidecar import DeclaredIo, declared_io_of, read_io_block
-from harness.topology.spec import Derivation, Gate, Outcome, Refusal, Role
+from harness.topology.spec import Derivation, Gate, GraphFacts, Outcome, Refusal, Role
 from harness.topology.static_cache import place_static_cache
 
 __all__ = ["resolve", "resolve_package"]
@@ -44,13 +44,15 @@ def resolve_package(
     match: Literal["exact", "symbolic"] = "symbolic",
     ignore_declared: bool = False,
 ) -> Derivation:
-    """Find the topology of a package's graph, whose ports are `inventory`; see `resolve`.
+    """Find the topology of a package's decoder, whose ports are `inventory`; see `resolve`.
 
-    The graph's nodes are parsed for its dataflow, its weights are not.
+    The graph's nodes are parsed for its dataflow, its weights are not. The dataflow of a decoder in parts
+    crosses their borders: its pairs are made by name alone.
 
     Raises:
         InputError: what the package declares is not well formed, or the graph cannot be parsed.
     """
+    graphs = [part.graph for part in package.components.decoder]
     derivation = resolve(
         inventory,
         declared=declared_io_of(package.metadata, graph=package.model.name),
@@ -58,11 +60,19 @@ def resolve_package(
         gate=gate,
         match=match,
         ignore_declared=ignore_declared,
-        flow=read_cache_flow(package.model),
+        flow=read_cache_flow(graphs[0]) if len(graphs) == 1 else None,
     )
     if derivation.topology is None:
         return derivation
-    facts = read_graph_facts(package.model, inventory, derivation.topology, package.genai_config)
+    facts = GraphFacts()
+    for graph in graphs:
+        found = read_graph_facts(graph, inventory, derivation.topology, package.genai_config)
+        facts = replace(
+            found,
+            extents={**found.extents, **facts.extents},
+            row_axes={**found.row_axes, **facts.row_axes},
+            last_token_indices=facts.last_token_indices | found.last_token_indices,
+        )
     return replace(derivation, topology=replace(derivation.topology, facts=facts))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from harness.topology.mappings import known_keys, mapping, misfit, optional_string, section, string, strings
@@ -89,8 +90,8 @@ def declared_io_of(
 ) -> Mapping[str, Any] | None:
     """The `io` block that an `inference_metadata.yaml` declares; None where it declares none.
 
-    That is `model.io`, or else what the roles and state groups of `pipeline.workflow` say about the
-    component whose artifact is `graph`.
+    That is `model.io`, or else `io` of the entry of `pipeline.models` whose file is `graph`, or else what the
+    roles and state groups of `pipeline.workflow` say about the component whose artifact is `graph`.
 
     Raises:
         InputError: the sidecar has not the form that it must have.
@@ -101,6 +102,13 @@ def declared_io_of(
     if model.get("io") is not None:
         return mapping(model["io"], "model.io")
     pipeline = section(metadata, "pipeline", "pipeline")
+    models = section(pipeline, "models", "pipeline.models")
+    for name in models:
+        place = f"pipeline.models.{name}"
+        entry = mapping(models[name], place)
+        file = optional_string(entry, "filename", f"{place}.filename")
+        if file is not None and PurePosixPath(file).name == graph and entry.get("io") is not None:
+            return mapping(entry["io"], f"{place}.io")
     workflow = section(pipeline, "workflow", "pipeline.workflow")
     return io_of_workflow(workflow, graph=graph)
 

@@ -1,0 +1,125 @@
+"""From a package to a decoder that can be driven: its topology, its graphs, and what its encoder is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.errors import InputError
+
+if TYPE_CHECKING:
+    from harness.decode.assembling import Assembly
+    from harness.decode.plan import ExtraFeeds
+    from harness.package import Package
+    from harness.ports import PortInventory
+    from harness.topology.spec import Derivation, Topology
+
+__all__ = ["Conditioning", "Decoder", "derive_decoder", "plan_decoder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioning:
+    """What a decoder goes by besides the tokens before.
+
+    Attributes:
+        assembly: the decoder with all its graphs.
+        prefix: tokens that it is fed first.
+        feeds: what encoders take at every prompt; without the source text, which differs.
+        takes_source: whether prompts are texts for the encoder, which the decoder then answers.
+    """
+
+    assembly: Assembly
+    prefix: tuple[int, ...] = ()
+    feeds: ExtraFeeds = field(default_factory=dict)
+    takes_source: bool = False
+
+    def source(self, source_ids: tuple[int, ...]) -> ExtraFeeds:
+        """What is fed for a source text."""
+        from harness.decode.encoder_inputs import source_feeds
+
+        given = [each for each in self.assembly.given if each.port.name not in self.feeds]
+        return {**self.feeds, **source_feeds(given, source_ids)}
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A package's decoder, ready to be opened on any engine.
+
+    Attributes:
+        topology: of the whole.
+        inventory: its ports as the files have them.
+        graphs: every graph that runs, in order.
+        conditioning: what it goes by.
+    """
+
+    topology: Topology
+    inventory: PortInventory
+    graphs: tuple[Path, ...]
+    conditioning: Conditioning
+
+
+def derive_decoder(package: Package, *, ignore_declared: bool) -> Derivation:
+    """The topology of the package's decoder, taken as one graph; see `resolve_package`."""
+    from harness.decode.parts import decoder_inventory
+    from harness.topology.resolve import resolve_package
+
+    return resolve_package(package, decoder_inventory(package), ignore_declared=ignore_declared)
+
+
+def plan_decoder(package: Package, topology: Topology, *, inputs: Path | None, seed: int) -> Decoder:
+    """Put the graphs of a package together, and see what its encoder is given.
+
+    Args:
+        package: its graphs are read.
+        topology: of its decoder.
+        inputs: `.npz` with what the encoder takes, or would give; None to make it up.
+        seed: of what is made up.
+
+    Raises:
+        InputError: a component is missing, or could be several; or the file does not fit.
+    """
+    from harness.decode.assembling import assemble
+    from harness.decode.encoder_inputs import given_values, read_inputs
+    from harness.decode.prefix import forced_prefix
+
+    assembly = assemble(package, topology)
+    given, source = assembly.given, assembly.source_tokens
+    if inputs is not None and not given:
+        raise InputError(
+            f"--inputs: {package.folder} has no encoder, and its decoder takes nothing of one.",
+            next_action="Leave it out.",
+        )
+    takes_source = source is not None
+    if source is not None and inputs is not None and {source.name, source.port.name} & {*read_inputs(inputs)}:
+        takes_source = False
+    if takes_source:
+        given = tuple(each for each in given if each.kind == "features")
+    if given or inputs is not None:
+        values = given_values(given, file=inputs, seed=seed, config=package.config("config.json"))
+    else:
+        values = None
+    prefix = forced_prefix(package) if assembly.given else ()
+    notes = _notes(assembly, prefix, None if values is None else values.origin, takes_source=takes_source)
+    assembly = replace(assembly, wiring=replace(assembly.wiring, notes={**assembly.wiring.notes, **notes}))
+    return Decoder(
+        assembly.topology,
+        assembly.wiring.inventory,
+        tuple(step.graph for step in assembly.wiring.steps),
+        Conditioning(assembly, prefix, {} if values is None else values.feeds, takes_source),
+    )
+
+
+def _notes(
+    assembly: Assembly, prefix: tuple[int, ...], origin: str | None, *, takes_source: bool
+) -> dict[str, str]:
+    """What the report says about an encoder and what it is given."""
+    if not assembly.given:
+        return {}
+    runs = any(step.when == "once" for step in assembly.wiring.steps)
+    inputs = [text for text in ("the prompt" if takes_source else None, origin) if text is not None]
+    return {
+        "encoder": "runs once" if runs else "is not in the package",
+        "encoder_inputs" if runs else "encoder_outputs": "; ".join(inputs),
+        "decoder_prefix": " ".join(map(str, prefix)),
+    }

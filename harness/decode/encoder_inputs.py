@@ -1,0 +1,233 @@
+"""What an encoder is given, or what a decoder is given in its place: from a file, made up, or a source text.
+
+Numbers that are made up are drawn from a seed and the name of their input, so that every engine, every run
+and every machine is given the same; the report says that they are made up.
+"""
+
+from __future__ import annotations
+
+import difflib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.decode.assembling import GivenInput
+from harness.engines.tensor_types import numpy_dtype
+from harness.errors import InputError
+from harness.ports import Dimension
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["SEEDED_LENGTH", "GivenValues", "given_values", "read_inputs", "source_feeds"]
+
+SEEDED_LENGTH = 16
+"""How long a made-up sequence is where the graph leaves its length open."""
+
+_MOST_NAMES = 2
+"""How many arrays the report lists by name and shape; they follow from the seed, or stand in the file."""
+
+_CHANNELS = {"feature_size": "num_mel_bins", "num_mel_bins": "num_mel_bins", "num_channels": "num_channels"}
+"""Symbols that exporters give to axes of features, and where `config.json` has their extent."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenValues:
+    """Values of what must be given from outside.
+
+    Attributes:
+        feeds: arrays by port of the whole.
+        origin: for the report: where they came from, and their shapes.
+    """
+
+    feeds: Mapping[str, NDArray[Any]]
+    origin: str
+
+
+def given_values(
+    given: Sequence[GivenInput],
+    *,
+    file: Path | None,
+    seed: int,
+    config: Mapping[str, Any] | None = None,
+) -> GivenValues:
+    """The values of `given`: all of them from `file`, or else made up.
+
+    A mask that the file leaves out, or where there is no file, is all ones: nothing is masked.
+
+    Args:
+        given: inputs; those that a source text gives are not among them.
+        file: `.npz` with an array for each, by the name in its own graph or in the whole; or None.
+        seed: of what is made up.
+        config: `config.json` of the package, which knows some extents that graphs leave open.
+
+    Raises:
+        InputError: the file cannot be read, lacks one or has another, or one has the wrong dtype or shape;
+            or there is no file and an extent of what would be made up is not known.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    loaded = {} if file is None else read_inputs(file)
+    lengths: dict[str, int] = {}
+    for each in given:
+        found = loaded.pop(each.port.name, None)
+        found = loaded.pop(each.name, None) if found is None else found
+        if found is not None:
+            arrays[each.port.name] = _fitting(each, found, lengths, file)
+        elif each.kind == "mask":
+            continue
+        elif file is not None:
+            raise InputError(
+                f"--inputs: {file} has no array for {each.name}, {_written(each.port.shape)}.",
+                next_action=f"Save one for each of {', '.join(other.name for other in given)}.",
+            )
+        else:
+            shape = _made_up_shape(each, lengths, config or {})
+            arrays[each.port.name] = _made_up(each, shape, seed)
+    if loaded:
+        stray, names = next(iter(loaded)), [each.name for each in given]
+        near = difflib.get_close_matches(stray, names, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Inputs are {', '.join(names) or 'none'}."
+        raise InputError(f"--inputs: {file} has an array {stray}, which is no input here.", next_action=hint)
+    for each in given:
+        if each.port.name not in arrays:
+            arrays[each.port.name] = _ones(each, lengths)
+    where = f"made up from seed {seed}" if file is None else file.name
+    return GivenValues(arrays, f"{where}: {_listed(given, arrays)}")
+
+
+def source_feeds(given: Sequence[GivenInput], source_ids: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """What a text encoder is given for a source text: its token IDs, and a mask of ones over them."""
+    import numpy as np
+
+    feeds: dict[str, NDArray[Any]] = {}
+    for each in given:
+        dtype = numpy_dtype(each.port.dtype or "int64")
+        if each.kind == "tokens":
+            feeds[each.port.name] = np.array([source_ids], dtype=dtype)
+        elif each.kind == "mask":
+            feeds[each.port.name] = np.ones((1, len(source_ids)), dtype=dtype)
+    return feeds
+
+
+def read_inputs(file: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an `.npz` file, by name.
+
+    Raises:
+        InputError: it cannot be read; or it holds objects, which would be code to run.
+    """
+    import numpy as np
+
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("it holds a single array without a name")
+            return {name: archive[name] for name in archive.files}
+    except Exception as error:  # zipfile and numpy raise a dozen kinds on damaged files
+        detail = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise InputError(
+            f"--inputs: {file} cannot be read: {' '.join(str(detail).split())}.",
+            next_action="Write it with numpy.savez(FILE, NAME=array, ...).",
+        ) from error
+
+
+def _listed(given: Sequence[GivenInput], arrays: Mapping[str, NDArray[Any]]) -> str:
+    shapes = [f"{each.name} {list(arrays[each.port.name].shape)}" for each in given]
+    more = f" and {len(shapes) - _MOST_NAMES} more" if len(shapes) > _MOST_NAMES else ""
+    return ", ".join(shapes[:_MOST_NAMES]) + more
+
+
+def _fitting(
+    each: GivenInput, array: NDArray[Any], lengths: dict[str, int], file: Path | None
+) -> NDArray[Any]:
+    """The array, which must have the dtype and shape of its input; notes what open axes are."""
+    port = each.port
+    due = f"{port.dtype} {_written(port.shape)}"
+    wrong = InputError(
+        f"--inputs: {file} has {each.name} as {array.dtype} {list(array.shape)}, and the graph takes {due}.",
+        next_action="Save it in the dtype and shape that the graph takes, for a batch of one.",
+    )
+    if port.dtype is not None and array.dtype != numpy_dtype(port.dtype):
+        raise wrong
+    if port.shape is None:
+        return array
+    if len(array.shape) != len(port.shape):
+        raise wrong
+    for axis, (extent, due_extent) in enumerate(zip(array.shape, port.shape, strict=True)):
+        known = due_extent if isinstance(due_extent, int) else _batch(due_extent, axis)
+        if known is None and isinstance(due_extent, str):
+            known = lengths.setdefault(due_extent, extent)
+        if known is not None and known != extent:
+            raise wrong
+    return array
+
+
+def _made_up_shape(each: GivenInput, lengths: dict[str, int], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Extents for what is made up: what the graph says, what `config.json` says, or one open length."""
+    shape = each.port.shape
+    extents: list[int] = []
+    lengths_made_up: list[str] = []
+    for axis, extent in enumerate(shape or ()):
+        symbol = str(extent)
+        known = extent if isinstance(extent, int) else _batch(extent, axis) or lengths.get(symbol)
+        if known is None:
+            known = _configured(symbol, config, features=len(shape or ()) == 3)
+        if known is None:
+            lengths_made_up.append(symbol)
+            known = SEEDED_LENGTH
+        if isinstance(extent, str):
+            lengths.setdefault(extent, known)
+        extents.append(known)
+    if shape is None or each.port.dtype is None or len(lengths_made_up) > 1:
+        what = "its shape" if shape is None else f"axes {', '.join(lengths_made_up)} of {_written(shape)}"
+        raise InputError(
+            f"{each.because} cannot be made up: the graph does not say {what}.",
+            next_action="Give it with --inputs FILE.npz.",
+        )
+    return tuple(extents)
+
+
+def _configured(symbol: str, config: Mapping[str, Any], *, features: bool) -> int | None:
+    """What `config.json` says about an axis of that name."""
+    value = config.get(_CHANNELS.get(symbol, ""))
+    frames = config.get("max_source_positions")
+    if value is None and features and "num_mel_bins" in config and isinstance(frames, int):
+        value = 2 * frames  # the first convolutions of such encoders halve the frames
+    return value if isinstance(value, int) else None
+
+
+def _made_up(each: GivenInput, shape: tuple[int, ...], seed: int) -> NDArray[Any]:
+    import numpy as np
+
+    random = np.random.RandomState((seed + zlib.crc32(each.port.name.encode())) % (1 << 32))
+    dtype = numpy_dtype(each.port.dtype or "float32")
+    if np.issubdtype(dtype, np.integer) or dtype == np.bool_:
+        return random.randint(0, 2, shape).astype(dtype)
+    return random.standard_normal(shape).astype(dtype)
+
+
+def _ones(each: GivenInput, lengths: Mapping[str, int]) -> NDArray[Any]:
+    """A mask that hides nothing, as long as what it is the mask of."""
+    import numpy as np
+
+    shape = tuple(
+        extent
+        if isinstance(extent, int)
+        else _batch(extent, axis)
+        or lengths.get(str(extent))
+        or next(reversed([*lengths.values()]), SEEDED_LENGTH)
+        for axis, extent in enumerate(each.port.shape or (None, None))
+    )
+    return np.ones(shape, dtype=numpy_dtype(each.port.dtype or "int64"))
+
+
+def _batch(extent: Dimension, axis: int) -> int | None:
+    """One for an open first axis: what encoders take and give has its batch there."""
+    return 1 if axis == 0 and not isinstance(extent, int) else None
+
+
+def _written(shape: Sequence[Dimension] | None) -> str:
+    if shape is None:
+        return "of any shape"
+    return "[" + ", ".join("?" if extent is None else str(extent) for extent in shape) + "]"

@@ -1,0 +1,147 @@
+"""The parts of a decoder: their ports, what they hand on to each other, and the ports of the whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from harness.decode.wiring import Output, Wire, always
+from harness.errors import InputError
+from harness.package import Component, Package
+from harness.ports import Dimension, Port, PortInventory, read_ports
+from harness.topology.interface import place_inputs_by_name
+from harness.topology.spec import Role
+
+__all__ = [
+    "Part",
+    "cross_output",
+    "decoder_inventory",
+    "givers_of",
+    "hands_on",
+    "parts_of",
+    "passed_on",
+    "visible_outputs",
+]
+
+_PAST_OR_PRESENT = re.compile("^(past_key_values|past|present)[._]")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A component of a package, with its ports."""
+
+    component: Component
+    inventory: PortInventory
+
+    @property
+    def name(self) -> str:
+        """What the package calls it."""
+        return self.component.name
+
+    @property
+    def inputs(self) -> dict[str, Port]:
+        """Its inputs by name."""
+        return {port.name: port for port in self.inventory.inputs}
+
+    @property
+    def outputs(self) -> dict[str, Port]:
+        """Its outputs by name."""
+        return {port.name: port for port in self.inventory.outputs}
+
+    @property
+    def token(self) -> Port | None:
+        """The input that takes token IDs; None where no input does."""
+        placed = place_inputs_by_name(self.inventory.inputs, filled=frozenset())
+        return next((named.port for named in placed if named.role is Role.TOKEN), None)
+
+    def output_named(self, name: str) -> str | None:
+        """The output that others may take under this name."""
+        return next((own for own in self.outputs if name in self.component.names_of(own)), None)
+
+
+def decoder_inventory(package: Package) -> PortInventory:
+    """The ports of the decoder as a whole: what its parts pass to each other is left out.
+
+    Raises:
+        InputError: a graph cannot be read, or two parts take an input of one name but of different types.
+    """
+    parts = parts_of(package.components.decoder)
+    if len(parts) == 1:
+        return parts[0].inventory
+    inputs: dict[str, Port] = {}
+    outputs: dict[str, Port] = {}
+    for index, part in enumerate(parts):
+        before = [other for other in parts[:index] if hands_on(other, part)]
+        passed = {name for other in before for name in visible_outputs(other)}
+        for port in part.inventory.inputs:
+            if port.name not in passed:
+                inputs[port.name] = _merged(package, inputs.get(port.name), port)
+        taken = {name for after in parts[index + 1 :] if hands_on(part, after) for name in after.inputs}
+        for name, port in visible_outputs(part).items():
+            if name not in taken:
+                _merged(package, outputs.get(name), port)
+                outputs[name] = replace(port, name=name)  # as it is at later calls
+    return PortInventory(tuple(inputs.values()), tuple(outputs.values()))
+
+
+def parts_of(components: Iterable[Component]) -> list[Part]:
+    """Read the ports of each component.
+
+    Raises:
+        InputError: a graph cannot be read.
+    """
+    return [Part(component, read_ports(component.graph)) for component in components]
+
+
+def hands_on(before: Part, after: Part) -> bool:
+    """Whether one part of a decoder runs whenever the other does, so that it can hand on what it computed."""
+    first, then = before.component, after.component
+    return (first.on_prompt or not then.on_prompt) and (first.on_steps or not then.on_steps)
+
+
+def visible_outputs(part: Part) -> dict[str, Port]:
+    """Outputs by the name under which others know them."""
+    return {part.component.names_of(own)[-1]: port for own, port in part.outputs.items()}
+
+
+def passed_on(name: str, before: Sequence[Part]) -> Wire | None:
+    """What the last of the parts `before` gives under this name; None where none does."""
+    for part in reversed(before):
+        own = part.output_named(name)
+        if own is not None:
+            return always(Output(part.name, own))
+    return None
+
+
+def givers_of(name: str, decoder: Sequence[Part]) -> Iterator[Output]:
+    """The outputs that are `name` of the whole: one for each part that gives it, the last part first."""
+    for part in reversed(decoder):
+        own = next((own for own in part.outputs if part.component.names_of(own)[-1] == name), None)
+        if own is not None:
+            yield Output(part.name, own)
+
+
+def _merged(package: Package, known: Port | None, port: Port) -> Port:
+    """One port for two of the same name; an axis that either leaves open is open."""
+    if known is None:
+        return port
+    if known.dtype != port.dtype or len(known.shape or ()) != len(port.shape or ()):
+        one, other = (f"{each.dtype} {list(each.shape or ())}" for each in (known, port))
+        raise InputError(
+            f"{package.folder}: two graphs have a port {port.name}, one {one} and one {other}.",
+            next_action="Export the parts with ports of one type under one name.",
+        )
+    if known.shape is None or port.shape is None:
+        return known
+    shape: tuple[Dimension, ...] = tuple(
+        one if one == other or not isinstance(one, int) else None if isinstance(other, int) else other
+        for one, other in zip(known.shape, port.shape, strict=True)
+    )
+    return replace(known, shape=shape)
+
+
+def cross_output(part: Part, name: str) -> str | None:
+    """The output that is the cross KV of input `name`: the same name but for `past` and `present`."""
+    bare = _PAST_OR_PRESENT.sub("", name)
+    return next((own for own in part.outputs if own != name and _PAST_OR_PRESENT.sub("", own) == bare), None)
