@@ -71,8 +71,7 @@ class _Planner:
     def __init__(self, topology: Topology, inventory: PortInventory, extra: ExtraFeeds) -> None:
         self._topology = topology
         self._extra = extra
-        self._inputs = {port.name: port for port in inventory.inputs}
-        self._outputs = {port.name: port for port in inventory.outputs}
+        self._inputs, self._outputs = _as_written(topology, inventory)
         self._roles = {role.name: role.role for role in topology.roles if role.direction == "input"}
         self._fed = set(extra)
         self._problems: dict[str, str] = {
@@ -198,7 +197,7 @@ class _Planner:
         return None
 
     def _pair(self, source: str, target: str) -> tuple[Port | None, Port | None]:
-        """Both ports of a cache, with the extents that are known from elsewhere; notes which is missing."""
+        """Both ports of a cache; notes which is missing."""
         self._fed.add(source)
         if source in self._extra:
             return None, None
@@ -208,15 +207,7 @@ class _Planner:
         if target not in self._outputs:
             self._problems[target] = "stands in the topology, and is no output of the graph"
             return None, None
-        port = self._inputs[source]
-        extents = self._topology.facts.extents.get(source, {})
-        if port.shape is not None and extents:
-            shape = tuple(
-                extent if isinstance(extent, int) else extents.get(axis, extent)
-                for axis, extent in enumerate(port.shape)
-            )
-            port = replace(port, shape=shape)
-        return port, self._outputs[target]
+        return self._inputs[source], self._outputs[target]
 
     def _call(self, name: str | None, make: Callable[..., _Made], **options: Any) -> _Made | None:
         """The input `name`, made for every call; None where there is none, or where it cannot be fed."""
@@ -247,6 +238,36 @@ class _Planner:
                 role = self._roles.get(name, named.get(name))
                 why = None if role is None else _NOT_FED.get(role)
                 self._problems.setdefault(name, why or "is an input that nobody has a value for")
+
+
+def _as_written(
+    topology: Topology, inventory: PortInventory
+) -> tuple[Mapping[str, Port], Mapping[str, Port]]:
+    """Inputs and outputs of a session, with all that is known about their extents.
+
+    A runtime may infer extents that the file leaves open, and name its symbols anew: those of the file are
+    taken, since they say what grows together.
+    """
+    file = topology.inventory or PortInventory()
+    spelled = [{port.name: port.shape for port in ports} for ports in (file.inputs, file.outputs)]
+    inputs = {
+        port.name: _settled(port, spelled[0].get(port.name), topology.facts.extents.get(port.name, {}))
+        for port in inventory.inputs
+    }
+    outputs = {port.name: _settled(port, spelled[1].get(port.name), {}) for port in inventory.outputs}
+    return inputs, outputs
+
+
+def _settled(port: Port, spelled: tuple[Dimension, ...] | None, extents: Mapping[int, int]) -> Port:
+    """`port` with its open axes as they are known, or else as the file spells them."""
+    if port.shape is None:
+        return port
+    symbols = spelled if spelled is not None and len(spelled) == len(port.shape) else port.shape
+    shape = tuple(
+        extent if isinstance(extent, int) else extents.get(axis, symbol)
+        for axis, (extent, symbol) in enumerate(zip(port.shape, symbols, strict=True))
+    )
+    return replace(port, shape=shape)
 
 
 def _listed(problems: Mapping[str, str]) -> str:

@@ -132,6 +132,7 @@ class Placement:
             static_cache=static_cache,
             optional_inputs=tuple(port.name for port in inputs if port.role is Role.OPTIONAL),
             roles=(*inputs, *outputs),
+            inventory=self.inventory,
         )
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+from harness.ports import PortInventory
+
 __all__ = [
     "REFUSAL_CODES",
     "Derivation",
@@ -136,7 +138,8 @@ class Topology:
     """The I/O topology of a decoder graph: the `io` block, and the role of every port.
 
     `kv_inputs[i]` is the past port of the present port `kv_outputs[i]`; the same holds for
-    `cross_kv_inputs` and `cross_kv_outputs` where the graph gives cross-attention KV back.
+    `cross_kv_inputs` and `cross_kv_outputs` where the graph gives cross-attention KV back. `inventory` has
+    the ports as they were given, since a runtime may name their symbols anew; None where there were none.
     """
 
     token_input: str | None = None
@@ -153,7 +156,8 @@ class Topology:
     static_cache: Mapping[str, Any] | None = None
     optional_inputs: tuple[str, ...] = ()
     roles: tuple[PortRole, ...] = field(default=(), repr=False)
-    facts: GraphFacts = field(default=GraphFacts(), repr=False)
+    facts: GraphFacts = field(default=GraphFacts(), repr=False, compare=False)
+    inventory: PortInventory | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
