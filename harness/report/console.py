@@ -46,6 +46,10 @@ _STYLES = {
 }
 
 
+_TAIL_LINES = 8
+"""Lines that are shown of what a failed engine wrote; the report has more."""
+
+
 class ProgressReporter:
     """An event sink that shows on a terminal how far the check is; elsewhere it says one line a prompt."""
 
@@ -120,6 +124,8 @@ def render_report(document: Mapping[str, Any], *, token_text: TokenText | None =
     if failure is not None:
         where = "" if failure["step"] is None else f" at step {failure['step']}"
         parts += [Text(), Text(f"The candidate {failure['kind']}{where}: {failure['message']}")]
+        written = (failure["stderr_tail"] or "").splitlines()[-_TAIL_LINES:]
+        parts += [Text(f"  | {_visible(line)}", style="dim") for line in written]
     if document["verdict"] is not None:
         parts += [Text(), Text(f"verdict: {document['verdict']}", style=_style(document["verdict"]))]
     return Group(*parts)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
 from fixtures.streams import crashed_stream, divergent_stream
-from harness.events import Event, PromptStarted
+from harness.events import Event, PromptJudged, PromptStarted
 from harness.report.console import ProgressReporter, render_report
 from harness.report.document import ParityDocument
 
@@ -56,6 +57,21 @@ def test_without_a_tokenizer_ids_stand_alone() -> None:
 def test_a_crash_names_its_step_and_message() -> None:
     """The engine's own words reach the reader."""
     assert "The candidate crashed at step 1: out of memory" in rendered(crashed_stream())
+
+
+def test_a_crash_shows_the_last_lines_that_the_engine_wrote() -> None:
+    """Eight of them, right after the message, and no character that a terminal would obey."""
+    written = "".join(f"line {i}\x1b[2J\n" for i in range(20))
+    events = [
+        replace(event, failure=replace(event.failure, stderr_tail=written))
+        if isinstance(event, PromptJudged) and event.failure is not None
+        else event
+        for event in crashed_stream()
+    ]
+    lines = rendered(events).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("The candidate crashed")) + 1
+    assert lines[start : start + 8] == [f"  | line {i}\\x1b[2J" for i in range(12, 20)]
+    assert lines[start + 8] == ""
 
 
 def test_markup_in_a_prompt_is_shown_as_it_is() -> None:
