@@ -7,7 +7,7 @@ not say that width, `head_size` in `genai_config.json` does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,21 +69,24 @@ _ATTENTION: Mapping[tuple[str, str], _Heads] = {
 
 
 def read_graph_facts(
-    path: Path, inventory: PortInventory, topology: Topology, config: Mapping[str, Any] | None = None
+    graphs: Iterable[Path],
+    inventory: PortInventory,
+    topology: Topology,
+    config: Mapping[str, Any] | None = None,
 ) -> GraphFacts:
-    """What is known about the inputs of the graph `path` beyond their ports.
+    """What is known about the inputs of a decoder beyond their ports.
 
-    Its nodes are parsed only if something is open: an extent of a cache, the axis of a buffer, or what a
-    length means.
+    Nodes are parsed only if something is open: an extent of a cache, the axis of a buffer, or what a length
+    means.
 
     Args:
-        path: the graph.
-        inventory: its ports.
+        graphs: the decoder, or its parts.
+        inventory: the ports of all of it.
         topology: the role of every port.
         config: `genai_config.json`.
 
     Raises:
-        InputError: the graph cannot be read.
+        InputError: a graph cannot be read.
     """
     buffers = {
         name
@@ -97,24 +100,28 @@ def read_graph_facts(
     } - set(map(str, (topology.static_cache or {}).values()))
     if not (buffers or caches or lengths):
         return GraphFacts()
-    with open_model(path) as model:
-        try:
-            found = _Nodes(model, caches=caches, buffers=buffers, lengths=lengths)
-            widths = found.widths()
-        except wire.WireError as error:
-            raise InputError(
-                f"{path} is not a complete ONNX model: {error}.",
-                next_action="Export or download the file again; compare its size with the original's.",
-            ) from error
+    widths: dict[str, int] = {}
+    row_axes: dict[str, int] = {}
+    last_token_indices: set[str] = set()
+    for path in graphs:
+        with open_model(path) as model:
+            try:
+                nodes = _Nodes(model, caches=caches, buffers=buffers, lengths=lengths)
+                widths.update(nodes.widths())
+            except wire.WireError as error:
+                raise InputError(
+                    f"{path} is not a complete ONNX model: {error}.",
+                    next_action="Export or download the file again; compare its size with the original's.",
+                ) from error
+        row_axes.update(nodes.row_axes)
+        last_token_indices.update(nodes.last_token_indices)
     declared = _declared_width(config)
     extents = {}
     for name, axis in caches.items():
         width = widths.get(name, declared)
         if width is not None:
             extents[name] = {axis: width}
-    return GraphFacts(
-        extents=extents, row_axes=found.row_axes, last_token_indices=frozenset(found.last_token_indices)
-    )
+    return GraphFacts(extents=extents, row_axes=row_axes, last_token_indices=frozenset(last_token_indices))
 
 
 def _open_caches(inventory: PortInventory, topology: Topology) -> dict[str, int]:
@@ -173,35 +180,26 @@ class _Nodes:
 
     def widths(self) -> dict[str, int]:
         """The width of a head in each cache, as far as the attention that takes it says so."""
-        shapes = self._model.shapes({name for node, _, _ in self._taken for name in self._asked(node)})
+        sources = {cache: _source(node, position) for node, position, cache in self._taken}
+        shapes = self._model.shapes({asked for name in sources.values() for asked in self._asked(name)})
         found = {}
         for node, position, cache in self._taken:
-            width = self._head_width(node, position, shapes)
-            if width is not None:
-                found[cache] = width
+            parts = 1 if len(shapes.get(sources[cache]) or ()) > 3 else _heads_in_a_row(node, position)
+            width = self._width(sources[cache], shapes)
+            if width is None or parts < 1:
+                continue
+            each, rest = divmod(width, parts)
+            if rest == 0:
+                # Two values of 4 bits share a byte, of which the last one may hold one only.
+                is_halved = node.integers.get("kv_cache_bit_width") == 4
+                found[cache] = (each + 1) // 2 if is_halved else each
         return found
 
-    def _head_width(self, node: Node, position: int, shapes: Mapping[str, Shape]) -> int | None:
-        """How wide a row for one head is of what the attention `node` is given at `position`."""
-        count = node.integers.get(_ATTENTION[node.domain, node.operator].number, 0)
-        given = node.inputs[position] or node.inputs[1]
-        # Without keys of their own, queries, keys and values of all heads stand side by side.
-        parts = count if given else node.integers.get("num_heads", 0) + 2 * count
-        source = given or node.inputs[0]
-        if len(shapes.get(source) or ()) > 3:
-            parts = 1  # heads on an axis of their own
-        width = self._width(source, shapes)
-        if width is None or parts < 1 or width % parts != 0:
-            return None
-        # Two values of 4 bits share a byte, of which the last one may hold one only.
-        return (width // parts + 1) // 2 if node.integers.get("kv_cache_bit_width") == 4 else width // parts
-
-    def _asked(self, node: Node) -> Iterator[str]:
-        """Values and weights whose shape may tell the width of what `node` is given."""
-        for name in node.inputs[:3]:
-            for value, maker in self._made_of(name):
-                yield value
-                yield from () if maker is None else maker.inputs
+    def _asked(self, name: str) -> Iterator[str]:
+        """Values and weights whose shape may tell the width of a value."""
+        for value, maker in self._made_of(name):
+            yield value
+            yield from () if maker is None else maker.inputs
 
     def _width(self, name: str, shapes: Mapping[str, Shape]) -> int | None:
         """The last extent of a value: as the graph says it, or as wide as the product that gave it."""
@@ -213,7 +211,7 @@ class _Nodes:
                 return maker.integers.get("N")
             if maker is not None and maker.operator in ("MatMul", "Gemm") and len(maker.inputs) > 1:
                 weight = shapes.get(maker.inputs[1])
-                last = -2 if maker.integers.get("transB") else -1
+                last = 0 if maker.integers.get("transB") else 1
                 extent = weight[last] if weight is not None and len(weight) == 2 else None
                 return extent if isinstance(extent, int) else None
         return None
@@ -226,3 +224,17 @@ class _Nodes:
             if maker is None or maker.operator not in _SAME_WIDTH or not maker.inputs:
                 return
             name = maker.inputs[0]
+
+
+def _source(node: Node, position: int) -> str:
+    """What holds the keys or values that an attention is given at `position`: itself, the keys, or all."""
+    return node.inputs[position] or node.inputs[1] or node.inputs[0]
+
+
+def _heads_in_a_row(node: Node, position: int) -> int:
+    """How many heads stand side by side in what holds them; less than 1 where the node does not say."""
+    count = node.integers.get(_ATTENTION[node.domain, node.operator].number, 0)
+    if node.inputs[position] or node.inputs[1]:
+        return count
+    queries = node.integers.get("num_heads", 0)
+    return queries + 2 * count if queries > 0 else 0

@@ -28,7 +28,7 @@ from harness.topology.interface import (
 from harness.topology.placement import Placement
 from harness.topology.shapes import StateShapeMatch
 from harness.topology.sidecar import DeclaredIo, declared_io_of, read_io_block
-from harness.topology.spec import Derivation, Gate, GraphFacts, Outcome, Refusal, Role
+from harness.topology.spec import Derivation, Gate, Outcome, Refusal, Role
 from harness.topology.static_cache import place_static_cache
 
 __all__ = ["resolve", "resolve_package"]
@@ -64,15 +64,7 @@ def resolve_package(
     )
     if derivation.topology is None:
         return derivation
-    facts = GraphFacts()
-    for graph in graphs:
-        found = read_graph_facts(graph, inventory, derivation.topology, package.genai_config)
-        facts = replace(
-            found,
-            extents={**found.extents, **facts.extents},
-            row_axes={**found.row_axes, **facts.row_axes},
-            last_token_indices=facts.last_token_indices | found.last_token_indices,
-        )
+    facts = read_graph_facts(graphs, inventory, derivation.topology, package.genai_config)
     return replace(derivation, topology=replace(derivation.topology, facts=facts))
 
 

@@ -7,6 +7,7 @@ Expected are the extents that each graph was made with: heads are told apart by 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from fixtures.flows import info
 from harness.errors import InputError
+from harness.package import open_package
 from harness.ports import read_ports
 from harness.topology.graph_facts import read_graph_facts
-from harness.topology.resolve import resolve
+from harness.topology.resolve import resolve, resolve_package
 from harness.topology.spec import GraphFacts, Topology
 
 KEY, VALUE = "past_key_values.0.key", "past_key_values.0.value"
@@ -87,7 +89,7 @@ def topology(path: Path) -> Topology:
 
 def facts(path: Path, config: Any = None) -> GraphFacts:
     """What the graph and its configuration say."""
-    return read_graph_facts(path, read_ports(path), topology(path), config)
+    return read_graph_facts([path], read_ports(path), topology(path), config)
 
 
 def attention(kind: str = "grouped-query", *given: str, **attributes: int) -> onnx.NodeProto:
@@ -116,9 +118,11 @@ def test_heads_on_an_axis_of_their_own_are_counted_there(tmp_path: Path) -> None
 def test_queries_keys_and_values_may_stand_side_by_side(tmp_path: Path) -> None:
     """Six heads of queries, two of keys and two of values are ten heads in a row."""
     values = {"qkv": ["batch", "s", 160]}
+    path = tmp_path / "m.onnx"
     node = attention("grouped-query", "qkv", "", "", num_heads=6)
-    found = facts(save(tmp_path / "m.onnx", [node], values=values))
-    assert found.extents == {KEY: {3: 16}, VALUE: {3: 16}}
+    assert facts(save(path, [node], values=values)).extents == {KEY: {3: 16}, VALUE: {3: 16}}
+    unsaid = attention("grouped-query", "qkv", "", "")
+    assert facts(save(path, [unsaid], values=values)).extents == {}
 
 
 def test_keys_and_values_may_stand_side_by_side(tmp_path: Path) -> None:
@@ -247,6 +251,66 @@ def test_the_configuration_says_it_where_the_nodes_do_not(tmp_path: Path) -> Non
     assert facts(path, config).extents == {KEY: {3: 128}, VALUE: {3: 24}}
 
 
+def test_each_layer_has_its_own_width(tmp_path: Path) -> None:
+    """Layers may differ; a node that gives nothing is passed over."""
+    caches = [cache(KEY), cache(KEY.replace("0", "1"))]
+    nodes = [
+        helper.make_node(
+            "GroupQueryAttention", ["q", given, "v", past], ["y"], domain=MICROSOFT, kv_num_heads=2
+        )
+        for given, past in (("k", KEY), ("kk", KEY.replace("0", "1")))
+    ]
+    values = {"k": ["b", "s", 32], "kk": ["b", "s", 48]}
+    path = save(tmp_path / "m.onnx", [helper.make_node("Nop", [], []), *nodes], caches=caches, values=values)
+    assert facts(path).extents == {KEY: {3: 16}, KEY.replace("0", "1"): {3: 24}}
+
+
+def test_all_parts_of_a_decoder_are_asked_before_its_configuration(tmp_path: Path) -> None:
+    """Each part knows of its own layers; what a part says goes before what is said for all of them."""
+    whole = save(
+        tmp_path / "whole.onnx",
+        [],
+        caches=[cache(KEY), cache(VALUE), *static_caches()],
+        controls=(*CONTROLS, "seqlens_k", "past_seq_len"),
+    )
+    values = {"k": ["b", "s", 32], "v": ["b", "s", 48]}
+    one = helper.make_node(
+        "GroupQueryAttention", ["q", "k", "v", KEY], ["y"], domain=MICROSOFT, kv_num_heads=2
+    )
+    parts = [
+        save(tmp_path / "1.onnx", [one, scatter("key_cache.0", axis=1), takes("seqlens_k")], values=values),
+        save(
+            tmp_path / "2.onnx", [attention(), scatter("value_cache.0"), takes("past_seq_len")], values=values
+        ),
+    ]
+    config = {"model": {"decoder": {"head_size": 128}}}
+    found = read_graph_facts(parts, read_ports(whole), topology(whole), config)
+    assert found.extents == WIDTHS
+    assert found.row_axes == {"key_cache.0": 1, "value_cache.0": -2}
+    assert found.last_token_indices == {"seqlens_k", "past_seq_len"}
+
+
+def test_a_package_knows_what_its_graph_and_its_configuration_say(tmp_path: Path) -> None:
+    """A folder with a graph is resolved with its facts, and with the ports as its file spells them."""
+    path = save(tmp_path / "model.onnx", [attention()], values={"k": ["b", "s", 32]})
+    config = {"model": {"decoder": {"head_size": 24}}}
+    (tmp_path / "genai_config.json").write_text(json.dumps(config), encoding="utf-8")
+    found = resolve_package(open_package(tmp_path), read_ports(path)).topology
+    assert found is not None
+    assert found.facts.extents == WIDTHS
+    assert found.inventory == read_ports(path)
+    assert resolve(read_ports(path)).topology == found
+
+
+@pytest.mark.parametrize("place", ["model", "model.decoder"])
+def test_a_configuration_of_another_form_is_bad_input_at_its_place(tmp_path: Path, place: str) -> None:
+    """A list where a mapping is due."""
+    path = save(tmp_path / "m.onnx", [])
+    with pytest.raises(InputError) as error:
+        facts(path, {"model": [] if place == "model" else {"decoder": []}})
+    assert error.value.message.startswith(f"{place} must be")
+
+
 @pytest.mark.parametrize("size", [None, True, 0, -1, "128", 1.5])
 def test_a_head_size_that_is_no_extent_says_nothing(tmp_path: Path, size: object) -> None:
     """The same key may be absent or null."""
@@ -367,7 +431,7 @@ def test_a_graph_of_which_nothing_is_open_is_not_read(tmp_path: Path) -> None:
     path = save(tmp_path / "m.onnx", [], caches=[cache(KEY, CONCRETE)])
     ports, roles = read_ports(path), topology(path)
     path.unlink()
-    assert read_graph_facts(path, ports, roles) == GraphFacts()
+    assert read_graph_facts([path], ports, roles) == GraphFacts()
 
 
 def test_a_graph_that_is_cut_off_is_bad_input(tmp_path: Path) -> None:
@@ -376,7 +440,7 @@ def test_a_graph_that_is_cut_off_is_bad_input(tmp_path: Path) -> None:
     ports, roles = read_ports(path), topology(path)
     path.write_bytes(bytes.fromhex("3a040a020a09"))  # a graph with a node whose input is longer than the file
     with pytest.raises(InputError) as error:
-        read_graph_facts(path, ports, roles)
+        read_graph_facts([path], ports, roles)
     assert error.value.message.startswith(f"{path} is not a complete ONNX model: ")
     assert error.value.next_action == (
         "Export or download the file again; compare its size with the original's."

@@ -414,6 +414,37 @@ def test_a_workflow_with_two_decoders_needs_the_graph_to_choose() -> None:
         declared_io_of(workflow, graph="other.onnx")
 
 
+def test_the_entry_of_a_pipeline_whose_file_is_the_graph_declares_its_ports() -> None:
+    """By the name of the file, wherever it lies; an entry without ports, or of another file, says nothing."""
+    models = {
+        "embedding": {"io": {"token_input": "e"}},
+        "encoder": {"filename": "encoder.onnx", "io": {"token_input": "wrong"}},
+        "bare": {"filename": "model.onnx", "io": None},
+        "decoder": {"filename": "text/model.onnx", "io": {"token_input": "a"}},
+    }
+    metadata = {"pipeline": {"models": models, **WORKFLOW["pipeline"]}}
+    assert declared_io_of(metadata, graph="model.onnx") == {"token_input": "a"}
+    del models["decoder"]
+    assert declared_io_of(metadata, graph="model.onnx") == declared_io_of(WORKFLOW)
+    assert declared_io_of({"pipeline": {"models": models}}, graph="model.onnx") is None
+
+
+@pytest.mark.parametrize(
+    ("models", "place"),
+    [
+        ([], "pipeline.models"),
+        ({"decoder": "model.onnx"}, "pipeline.models.decoder"),
+        ({"decoder": {"filename": 1}}, "pipeline.models.decoder.filename"),
+        ({"decoder": {"filename": "model.onnx", "io": []}}, "pipeline.models.decoder.io"),
+    ],
+)
+def test_a_malformed_entry_of_a_pipeline_is_bad_input_at_its_place(models: Any, place: str) -> None:
+    """Whether the entry is that of the graph or not."""
+    with pytest.raises(InputError) as error:
+        declared_io_of({"pipeline": {"models": models}}, graph="model.onnx")
+    assert error.value.message.startswith(f"{place} must be")
+
+
 def test_a_workflow_without_decoder_declares_nothing() -> None:
     """A package of encoders has no decoder ports to declare."""
     assert declared_io_of({"pipeline": {"workflow": {"components": {"e": {"ports": {"roles": {}}}}}}}) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from onnx import helper
 
 from fixtures.flows import GROWING, GROWN, STATE, concat, derive, model
-from harness.package import open_package
+from harness.package import Component, Components, open_package
 from harness.ports import read_ports
 from harness.topology.dataflow import read_cache_flow
 from harness.topology.resolve import resolve, resolve_package
@@ -253,6 +254,19 @@ def test_a_package_is_asked_for_both_witnesses(tmp_path: Path) -> None:
     assert declared.outcome is Outcome.DECLARED
     assert declared.topology is not None
     assert declared.topology.kv_outputs == ("cat_17", "cat_18")
+
+
+def test_the_dataflow_of_a_decoder_in_parts_is_not_asked(tmp_path: Path) -> None:
+    """It crosses their borders: what one part says of its own nodes is not the whole of it."""
+    nodes = concat("past_key_values.0.key", "present.0.key")
+    path = model(tmp_path / "model.onnx", nodes, {"past_key_values.0.key": GROWING}, {"present.0.key": GROWN})
+    package = open_package(tmp_path)
+    for parts, confirmed in ((1, True), (2, False)):
+        components = Components(tuple(Component(f"part {part}", path) for part in range(parts)))
+        topology = resolve_package(replace(package, components=components), read_ports(path)).topology
+        assert topology is not None
+        evidence = {port.name: port.because for port in topology.roles}["past_key_values.0.key"]
+        assert ("confirmed by dataflow" in evidence) is confirmed
 
 
 def test_an_output_that_two_inputs_reach_settles_nothing(tmp_path: Path) -> None:
