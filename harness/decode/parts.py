@@ -63,6 +63,8 @@ class Part:
 def decoder_inventory(package: Package) -> PortInventory:
     """The ports of the decoder as a whole: what its parts pass to each other is left out.
 
+    A cache that a later part reads as well is still a cache: it is given back.
+
     Raises:
         InputError: a graph cannot be read, or two parts take an input of one name but of different types.
     """
@@ -77,11 +79,16 @@ def decoder_inventory(package: Package) -> PortInventory:
         for port in part.inventory.inputs:
             if port.name not in passed:
                 inputs[port.name] = _merged(package, inputs.get(port.name), port)
+        outputs |= {
+            name: _merged(package, outputs.get(name), replace(port, name=name), later=True)
+            for name, port in visible_outputs(part).items()
+        }
+    pasts = {_PAST_OR_PRESENT.sub("", name) for name in inputs}
+    for index, part in enumerate(parts):
         taken = {name for after in parts[index + 1 :] if hands_on(part, after) for name in after.inputs}
-        for name, port in visible_outputs(part).items():
-            if name not in taken:
-                _merged(package, outputs.get(name), port)
-                outputs[name] = replace(port, name=name)  # as it is at later calls
+        for name in taken & outputs.keys():
+            if _PAST_OR_PRESENT.sub("", name) not in pasts:
+                del outputs[name]
     return PortInventory(tuple(inputs.values()), tuple(outputs.values()))
 
 
@@ -122,8 +129,8 @@ def givers_of(name: str, decoder: Sequence[Part]) -> Iterator[Output]:
             yield Output(part.name, own)
 
 
-def _merged(package: Package, known: Port | None, port: Port) -> Port:
-    """One port for two of the same name; an axis that either leaves open is open."""
+def _merged(package: Package, known: Port | None, port: Port, *, later: bool = False) -> Port:
+    """One port for two of the same name; what either leaves open is open, or as it is at `later` calls."""
     if known is None:
         return port
     if known.dtype != port.dtype or len(known.shape or ()) != len(port.shape or ()):
@@ -132,7 +139,9 @@ def _merged(package: Package, known: Port | None, port: Port) -> Port:
             f"{package.folder}: two graphs have a port {port.name}, one {one} and one {other}.",
             next_action="Export the parts with ports of one type under one name.",
         )
-    if known.shape is None or port.shape is None:
+    if later or port.shape is None:
+        return port
+    if known.shape is None:
         return known
     shape: tuple[Dimension, ...] = tuple(
         one if one == other or not isinstance(one, int) else None if isinstance(other, int) else other
