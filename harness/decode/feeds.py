@@ -79,10 +79,7 @@ class _Planner:
             for name in extra
             if name not in self._inputs
         }
-        token = self._inputs.get(topology.token_input or "")
-        shape = () if token is None or token.shape is None else token.shape
-        self._batch: Dimension = shape[0] if len(shape) > 1 else None
-        self._sequence: Dimension = shape[-1] if shape else None
+        self._batch, self._sequence = self._symbols()
 
     def plan(self) -> FeedPlan:
         topology = self._topology
@@ -122,6 +119,15 @@ class _Planner:
             room=room,
             extra=self._extra,
         )
+
+    def _symbols(self) -> tuple[Dimension, Dimension]:
+        """How the port that drives the decoder spells its batch and the tokens of a call."""
+        token = self._inputs.get(self._topology.token_input or "")
+        embeds = self._inputs.get(self._topology.inputs_embeds_input or "")
+        shape = ((embeds.shape or ())[:-1] if embeds is not None else ()) if token is None else token.shape
+        if not shape:
+            return None, None
+        return (shape[0] if len(shape) > 1 else None), shape[-1]
 
     def _kv(self) -> tuple[GrowingKv, FixedScales]:
         """KV that grows, and scales that do not."""

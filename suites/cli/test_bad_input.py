@@ -10,6 +10,7 @@ import jsonschema
 import onnx
 import pytest
 
+from fixtures.cache_forms import Static
 from fixtures.decoders import TinyDecoder
 from harness.cli.app import run
 
@@ -172,6 +173,11 @@ def open_vocabulary(folder: Path) -> None:
     onnx.save(model, folder / "model.onnx")
 
 
+def static_cache(folder: Path) -> None:
+    """Buffers of eight rows."""
+    TinyDecoder(mask=False).save(folder / "model.onnx", Static(capacity=8))
+
+
 def as_it_is(folder: Path) -> None:
     """A package with nothing wrong in it."""
 
@@ -223,6 +229,16 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "a time that is no number": (as_it_is, [*IDS, "--timeout", "nan"], "--timeout"),
     "a memory limit that is no size": (as_it_is, [*IDS, "--memory-limit", "much"], "--memory-limit"),
     "empty report folder": (as_it_is, [*IDS, "--report-dir", ""], "--report-dir"),
+    "no room in a static cache": (
+        static_cache,
+        [*IDS, "--max-new-tokens", "8"],
+        "holds 8 tokens (key_cache.0), and a prompt of 2 with 8 new ones takes 9",
+    ),
+    "no room in a static cache for the prompt": (
+        static_cache,
+        ["--prompt-ids", "1,2,3,4,5,6,7,8,9", "--max-new-tokens", "1"],
+        "Give a shorter prompt",
+    ),
     "broken JSON": (broken_genai_config, IDS, "genai_config.json"),
 }
 
