@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from harness.engines.base import TopLogits
 from harness.errors import InputError
@@ -42,8 +42,20 @@ def top_logits_of(array: NDArray[Any], k: int, positions: Sequence[int] | None =
             f"Logits have shape {list(array.shape)}; they must be [1, positions, vocab] or [1, vocab].",
             next_action="Name the graph's logits output under `io.logits_output`.",
         )
+    import numpy as np
+
     rows = array[0] if array.ndim == 3 else array
-    return [_top_of_row(rows[p], k) for p in (range(len(rows)) if positions is None else positions)]
+    if positions is not None:
+        rows = rows[np.asarray(positions, np.intp)]
+    if rows.dtype not in (np.float32, np.float64):
+        rows = rows.astype(np.float32)
+    if not len(rows):
+        return []
+    k = min(k, rows.shape[1])
+    maxima = _block_maxima(rows)
+    if maxima.shape[1] < k or np.isnan(maxima).any():
+        return [_top_of_row(row, k) for row in rows]
+    return _top_of_rows(rows, maxima, k)
 
 
 def merged(first: TopLogits, second: TopLogits, shift: int, k: int) -> TopLogits:
@@ -61,32 +73,48 @@ def merged(first: TopLogits, second: TopLogits, shift: int, k: int) -> TopLogits
     )
 
 
-def _top_of_row(row: NDArray[Any], k: int) -> TopLogits:
-    """The `min(k, vocab)` largest of one row of shape [vocab].
+def _block_maxima(rows: NDArray[Any]) -> NDArray[Any]:
+    """The maxima of blocks of each row, [rows, blocks]; the last block may be shorter."""
+    import numpy as np
+
+    whole = rows.shape[1] // _BLOCK * _BLOCK
+    maxima = rows[:, :whole].reshape(len(rows), -1, _BLOCK).max(axis=2)
+    if whole == rows.shape[1]:
+        return cast("NDArray[Any]", maxima)
+    return np.concatenate([maxima, rows[:, whole:].max(axis=1, keepdims=True)], axis=1)
+
+
+def _top_of_rows(rows: NDArray[Any], maxima: NDArray[Any], k: int) -> list[TopLogits]:
+    """The `k` largest of each row of shape [rows, vocab], none of which holds NaN, by their `_block_maxima`.
 
     The k-th largest block maximum is a lower bound of the k-th largest logit, since k blocks reach it;
-    only the few logits at or above it are sorted, with a stable sort that keeps equal ones in order of ID.
+    only the few logits at or above it are sorted, equal ones in order of ID.
     """
     import numpy as np
 
-    if row.dtype not in (np.float32, np.float64):
-        row = row.astype(np.float32)
-    k = min(k, row.size)
-    whole = row.size - row.size % _BLOCK
-    maxima = row[:whole].reshape(-1, _BLOCK).max(axis=1)
-    if whole < row.size:
-        maxima = np.append(maxima, row[whole:].max())
-    has_nan = bool(np.isnan(maxima).any())
-    if has_nan or maxima.size < k:
-        candidates = np.arange(row.size)
-    else:
-        bound = np.partition(maxima, maxima.size - k)[maxima.size - k]
-        candidates = np.flatnonzero(row >= bound)
-    # NaN sorts last, which is just its rank.
-    order = np.argsort(-row[candidates], kind="stable")[:k]
-    chosen = candidates[order]
+    count, vocab = rows.shape
+    bounds = np.partition(maxima, maxima.shape[1] - k, axis=1)[:, -k]
+    row, block = np.nonzero(maxima >= bounds[:, None])
+    # The last block begins earlier if it would reach beyond the row; what it shares is dropped again.
+    start = np.minimum(block * _BLOCK, max(vocab - _BLOCK, 0))
+    ids = start[:, None] + np.arange(min(_BLOCK, vocab))
+    values = rows[row[:, None], ids]
+    chosen = (values >= bounds[row][:, None]) & (ids >= (block * _BLOCK)[:, None])
+    row, ids, values = np.broadcast_to(row[:, None], ids.shape)[chosen], ids[chosen], values[chosen]
+    order = np.lexsort((ids, -values, row))
+    first = np.searchsorted(row[order], np.arange(count))
+    best = order[first[:, None] + np.arange(k)]
+    return [
+        TopLogits(token_ids=tuple(some), values=tuple(theirs), has_nan=False)
+        for some, theirs in zip(ids[best].tolist(), values[best].tolist(), strict=True)
+    ]
+
+
+def _top_of_row(row: NDArray[Any], k: int) -> TopLogits:
+    """The `k` largest of one row of shape [vocab], whatever it holds: NaN sorts last, which is its rank."""
+    import numpy as np
+
+    order = np.argsort(-row, kind="stable")[:k]
     return TopLogits(
-        token_ids=tuple(int(i) for i in chosen),
-        values=tuple(float(v) for v in row[chosen]),
-        has_nan=has_nan,
+        token_ids=tuple(order.tolist()), values=tuple(row[order].tolist()), has_nan=bool(np.isnan(row).any())
     )

@@ -7,10 +7,11 @@ that are wanted, so steps are pruned, and last uses found, once for each set of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from harness.errors import EngineFailedError, ParityError
+from harness.oracle.matrix import Projection, together
 from harness.oracle.node import Compute, Node
 from harness.oracle.precision import Array
 
@@ -105,26 +106,43 @@ class Body:
         """The value of a slot that is known before anything runs; None for all others."""
         return self._constants.get(slot)
 
-    def program(self, results: Iterable[int]) -> Program:
-        """The program that computes the slots `results` and nothing that they do not need."""
+    def program(self, results: Iterable[int], *, gathered: bool = False) -> Program:
+        """The program that computes the slots `results` and nothing that they do not need.
+
+        If `gathered`, projections of the same value are one instruction: workers then share them all at once.
+        """
         results = tuple(results)
         live = set(results)
-        chosen: list[tuple[Step, tuple[int, ...]]] = []
+        chosen: list[Step] = []
         for step in reversed(self.steps):
-            if live.isdisjoint(step.outputs):
-                continue
-            dead = (set(step.inputs) | set(step.outputs)) - live - self._constants.keys() - {ABSENT}
-            chosen.append((step, tuple(sorted(dead))))
-            live.difference_update(step.outputs)
-            live.update(step.inputs)
+            if not live.isdisjoint(step.outputs):
+                chosen.append(step)
+                live.difference_update(step.outputs)
+                live.update(step.inputs)
         chosen.reverse()
+        steps = _gathered(chosen) if gathered else chosen
         return Program(
-            instructions=tuple((step.compute, step.inputs, step.outputs, dead) for step, dead in chosen),
-            labels=tuple(step.label for step, _ in chosen),
-            bodies=tuple(step.bodies for step, _ in chosen),
+            instructions=tuple(
+                (step.compute, step.inputs, step.outputs, dead)
+                for step, dead in zip(steps, self._dead_after(steps, results), strict=True)
+            ),
+            labels=tuple(step.label for step in steps),
+            bodies=tuple(step.bodies for step in steps),
             results=results,
             needed=frozenset(live - {ABSENT}),
         )
+
+    def _dead_after(self, steps: Sequence[Step], results: Iterable[int]) -> list[tuple[int, ...]]:
+        """The slots that nobody reads after each of the steps."""
+        live = set(results)
+        dead: list[tuple[int, ...]] = []
+        for step in reversed(steps):
+            used = set(step.inputs) | set(step.outputs)
+            dead.append(tuple(sorted(used - live - self._constants.keys() - {ABSENT})))
+            live.difference_update(step.outputs)
+            live.update(step.inputs)
+        dead.reverse()
+        return dead
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Run as a subgraph: inputs, then captured values; gives all outputs in order."""
@@ -164,3 +182,23 @@ class Body:
                 kind="crashed",
             ) from error
         return [slots[i] for i in program.results]
+
+
+def _gathered(steps: Sequence[Step]) -> list[Step]:
+    """The steps with plain projections of one value made one, in the place of the first of them."""
+    groups: dict[int, list[tuple[Step, Projection]]] = {}
+    for step in steps:
+        if isinstance(step.compute, Projection) and step.compute.is_plain(step.inputs, ABSENT):
+            groups.setdefault(step.inputs[0], []).append((step, step.compute))
+    gathered: list[Step] = []
+    done: set[int] = set()
+    for step in steps:
+        group = groups.get(step.inputs[0], []) if step.inputs else []
+        if len(group) < 2 or all(step is not member for member, _ in group):
+            gathered.append(step)
+        elif step.inputs[0] not in done:
+            done.add(step.inputs[0])
+            compute = together([projection for _, projection in group])
+            outputs = tuple(member.outputs[0] for member, _ in group)
+            gathered.append(replace(step, compute=compute, inputs=step.inputs[:1], outputs=outputs))
+    return gathered

@@ -5,7 +5,8 @@ in a few bits. What must be widened or unpacked is made anew at each use, a tile
 weights fit into the limit of what may stay (`Residency`).
 
 Tiles are multiplied as `W_tile @ xT` with xT [K, M] contiguous, which OpenBLAS does about half as fast again
-as `x @ W_tile.T` for the few tokens M of a prompt.
+as `x @ W_tile.T` for the few tokens M of a prompt. For many it does both alike, and the second needs no
+turning.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ import numpy as np
 from harness.oracle.node import Residency, Tensor
 from harness.oracle.workers import Claims, share
 
-__all__ = ["Deferred", "DenseMatrix", "Matrix", "Projection", "ResidentMatrix", "product"]
+__all__ = ["Deferred", "DenseMatrix", "Matrix", "Projection", "ResidentMatrix", "product", "together"]
 
-_SHARED_FROM = 1 << 24
-"""Multiplications from which a product is worth a helper: about a millisecond of one processor."""
+_SHARED_FROM = 1 << 23
+"""Multiplications from which a product is worth a helper: some tenths of a millisecond of one processor."""
+
+_WORTH_TWO_TILES = 26
+"""Binary logarithm of the multiplications for which two more tiles are made: mostly there are two workers."""
 
 _FEW = 8
 """Tokens up to which a weight that is columns of the file is faster as `x @ B`."""
 
-_TILE_WORK = 1 << 20
-"""Multiplications below which claiming a tile costs something."""
+_MANY = 64
+"""Tokens from which turning the product costs more than BLAS gains by it."""
 
 _MOST_COLUMNS = 2048
 """Most rows of a tile where those are columns of the file: two pages of each of its rows."""
@@ -81,17 +85,12 @@ def product(matrix: Matrix, tokens: Tensor, start: int = 0, stop: int | None = N
     How it is cut into tiles does not depend on how many workers share them, and so neither does any bit.
     """
     stop = matrix.rows if stop is None else stop
+    if isinstance(matrix, DenseMatrix) and matrix.ready:
+        return _float_products([matrix.array[start:stop]], tokens)[0]
     count = len(tokens)
-    large = (stop - start) * matrix.depth * count >= _SHARED_FROM
-    if isinstance(matrix, DenseMatrix) and matrix.ready and not large:
-        weight = matrix.array[start:stop]
-        if count == 1 or (count <= _FEW and weight.strides[0] < weight.strides[1]):
-            return np.matmul(tokens, weight.T)
-        return np.ascontiguousarray(np.matmul(weight, np.ascontiguousarray(tokens.T)).T)
     columns = matrix.arranged(tokens)
     y = np.empty((stop - start, count), dtype=matrix.dtype)
     rows = matrix.tile_rows(count)
-    jobs = -(-(stop - start) // rows)
 
     def work(claims: Claims) -> None:
         scratch = matrix.scratch(rows, count)
@@ -100,11 +99,70 @@ def product(matrix: Matrix, tokens: Tensor, start: int = 0, stop: int | None = N
             last = min(first + rows, stop)
             matrix.multiply(first, last, columns, y[first - start : last - start], scratch)
 
-    if large:
+    _share(-(-(stop - start) // rows), work, (stop - start) * matrix.depth * count)
+    return np.ascontiguousarray(y.T)
+
+
+def products(matrices: Sequence[Matrix], tokens: Tensor) -> list[Tensor]:
+    """`product` of each of them with the same tokens; small ones then share the way to the workers."""
+    floats = [matrix.array for matrix in matrices if isinstance(matrix, DenseMatrix) and matrix.ready]
+    if len(floats) == len(matrices):
+        return _float_products(floats, tokens)
+    return [product(matrix, tokens) for matrix in matrices]
+
+
+class _FloatProduct:
+    """`tokens @ weight.T` for a weight [N, K] that BLAS takes as it lies, in tiles.
+
+    Attributes:
+        jobs: how many tiles, of about `tile` multiplications each.
+        y: [M, N], when all jobs are done.
+    """
+
+    def __init__(self, weight: Tensor, tokens: Tensor, columns: Tensor, tile: int) -> None:
+        (rows, depth), count = weight.shape, len(tokens)
+        self._weight, self._tokens, self._columns = weight, tokens, columns
+        in_columns = weight.strides[0] < weight.strides[1]
+        self._turned = 1 < count < _MANY and not (count <= _FEW and in_columns)
+        self.y = np.empty((count, rows), dtype=weight.dtype)
+        self._size = _in_tiles(rows, max(1, -(-rows * depth * count // tile)), 32)
+        if in_columns:
+            self._size = max(self._size, min(_MOST_COLUMNS, _in_tiles(rows, 2, 32)))
+        self.jobs = -(-rows // self._size)
+
+    def do(self, job: int) -> None:
+        """Multiply a tile."""
+        tile = slice(job * self._size, (job + 1) * self._size)
+        if self._turned:
+            self.y[:, tile] = np.matmul(self._weight[tile], self._columns).T
+        else:
+            np.matmul(self._tokens, self._weight[tile].T, out=self.y[:, tile])
+
+
+def _float_products(weights: Sequence[Tensor], tokens: Tensor) -> list[Tensor]:
+    tokens = np.ascontiguousarray(tokens)
+    columns = np.ascontiguousarray(tokens.T) if 1 < len(tokens) < _MANY else tokens
+    multiplications = len(tokens) * sum(weight.size for weight in weights)
+    # Two tiles, or four, ...: mostly there are two workers.
+    tile = max(_SHARED_FROM, multiplications) // (2 * max(1, multiplications >> _WORTH_TWO_TILES))
+    parts = [_FloatProduct(weight, tokens, columns, tile) for weight in weights]
+    tiles = [(part, job) for part in parts for job in range(part.jobs)]
+
+    def work(claims: Claims) -> None:
+        for claim in claims:
+            part, job = tiles[claim]
+            part.do(job)
+
+    _share(len(tiles), work, multiplications)
+    return [part.y for part in parts]
+
+
+def _share(jobs: int, work: Callable[[Claims], None], multiplications: int) -> None:
+    """Do `jobs` jobs, with helpers where there is enough to do."""
+    if multiplications >= _SHARED_FROM:
         share(jobs, work)
     else:
         work(Claims(jobs))
-    return np.ascontiguousarray(y.T)
 
 
 class DenseMatrix:
@@ -118,13 +176,8 @@ class DenseMatrix:
         self.ready = array.dtype == dtype
 
     def tile_rows(self, tokens: int) -> int:
-        """A few wide tiles where each reads its columns from every row of the file, else small ones."""
-        if not self.ready:
-            return min(_NARROW_ROWS, _in_tiles(self.rows, 4))
-        if self.array.strides[0] < self.array.strides[1]:
-            return min(_MOST_COLUMNS, _in_tiles(self.rows, 4))
-        few = _TILE_WORK // (self.depth * max(1, tokens)) // 64 * 64
-        return min(max(128 if tokens <= 128 else 256, few), _in_tiles(self.rows, 4))
+        """Of those that must be widened."""
+        return min(_NARROW_ROWS, _in_tiles(self.rows, 4))
 
     def arranged(self, tokens: Tensor) -> Tensor:
         """In order."""
@@ -132,17 +185,12 @@ class DenseMatrix:
 
     def scratch(self, rows: int, tokens: int) -> Any:
         """Where a tile is widened, and a part of the sum."""
-        if self.ready:
-            return None
         depth = min(self.depth, _NARROW_DEPTH)
         order: Any = "C" if self.array.strides[0] >= self.array.strides[1] else "F"
         return np.empty((rows, depth), self.dtype, order), np.empty((rows, tokens), self.dtype)
 
     def multiply(self, start: int, stop: int, columns: Tensor, out: Tensor, scratch: Any) -> None:
-        """In one go, or chunk by chunk along the sum where it must be widened."""
-        if self.ready:
-            np.matmul(self.array[start:stop], columns, out=out)
-            return
+        """Chunk by chunk along the sum, each widened; what need not be, `product` multiplies by itself."""
         wide, part = scratch
         count = stop - start
         for first in range(0, self.depth, _NARROW_DEPTH):
@@ -160,9 +208,9 @@ class DenseMatrix:
         widen_into(self.array[start:stop], out)
 
 
-def _in_tiles(rows: int, count: int) -> int:
-    """Rows of a tile where there are at least about `count` of them, a multiple of 64."""
-    return max(64, -(-rows // (64 * count)) * 64)
+def _in_tiles(rows: int, count: int, unit: int = 64) -> int:
+    """Rows of a tile where there are about `count` of them, a multiple of `unit`."""
+    return max(unit, -(-rows // (unit * count)) * unit)
 
 
 def widen_into(narrow: Tensor, out: Tensor) -> None:
@@ -294,3 +342,26 @@ class Projection:
     def __call__(self, *inputs: Any) -> Tensor:
         """The node's output."""
         return self.later(*inputs).whole()
+
+    def is_plain(self, inputs: Sequence[int], absent: int) -> bool:
+        """Whether it is `x @ W.T` and nothing else for inputs in these slots."""
+        biased = self.bias is not None and len(inputs) > self.bias and inputs[self.bias] != absent
+        return isinstance(self.matrix, ResidentMatrix) and self.scale == 1 and not (self.turned or biased)
+
+
+def together(projections: Sequence[Projection]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The outputs of plain projections of the same x, in order."""
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        matrices = [
+            projection.matrix.now()
+            for projection in projections
+            if isinstance(projection.matrix, ResidentMatrix)
+        ]
+        for matrix in matrices:
+            if x.shape[-1] != matrix.depth:
+                raise ValueError(f"{x.shape[-1]} features meet a weight of {matrix.depth}")
+        results = products(matrices, x.reshape(-1, x.shape[-1]))
+        return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
+
+    return run

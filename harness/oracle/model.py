@@ -169,7 +169,9 @@ class OracleModel:
         Raises:
             InputError, EngineFailedError: as `run`.
         """
-        program, arguments = self._prepared(feeds, tuple(self._slot(name) for name in outputs))
+        # Node by node, each under its own name.
+        program = self._body.program(self._slot(name) for name in outputs)
+        arguments = self._arguments(feeds, program)
         with self._setting():
             return first_non_finite(self._body, program, arguments, [feed.name for feed in self._feeds])
 
@@ -193,21 +195,24 @@ class OracleModel:
     def _prepared(
         self, feeds: Mapping[str, Array], slots: tuple[int, ...]
     ) -> tuple[Program, list[Array | None]]:
-        """The program that computes `slots`, and its arguments; checks the feeds."""
+        """The program that computes `slots`, and its arguments."""
         program = self._programs.get(slots)
         if program is None:
-            program = self._programs[slots] = self._body.program(slots)
+            program = self._programs[slots] = self._body.program(slots, gathered=True)
+        return program, self._arguments(feeds, program)
+
+    def _arguments(self, feeds: Mapping[str, Array], program: Program) -> list[Array | None]:
+        """The feeds that a program needs, checked, in the order of the graph's inputs."""
         unknown = feeds.keys() - self._names
         if unknown:
             raise InputError(
                 f"{min(unknown)} is fed, but it is no input of the graph.",
                 next_action=f"Feed only {', '.join(feed.name for feed in self._feeds[:8])}.",
             )
-        arguments = [
+        return [
             feed.accept(feeds.get(feed.name)) if slot in program.needed else None
             for feed, slot in zip(self._feeds, self._body.inputs, strict=True)
         ]
-        return program, arguments
 
     def _slot(self, name: str) -> int:
         if name not in self._slots:

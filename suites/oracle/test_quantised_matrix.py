@@ -130,11 +130,10 @@ def test_vector_code_is_numpy_to_the_bit(case: dict[str, Any], precision: Any) -
         precision=Precision(precision),
     )
     assert quantised.vector_unpacker(case["bits"]) is not None
-    fast, plain = matrix.scratch(case["rows"], 1), matrix.scratch(case["rows"], 1)
-    matrix._unpack(0, case["rows"], fast)
+    fast = matrix._unpack(0, case["rows"], matrix.scratch(case["rows"], 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantised, "vector_unpacker", lambda bits: None)
-        matrix._unpack(0, case["rows"], plain)
+        plain = matrix._unpack(0, case["rows"], matrix.scratch(case["rows"], 1))
     np.testing.assert_array_equal(fast.view(np.uint8), plain.view(np.uint8))
 
 

@@ -129,35 +129,40 @@ class BlockwiseMatrix:
             columns[plane, : part.shape[1]] = part.T
         return columns.reshape(-1, count)
 
-    def scratch(self, rows: int, tokens: int) -> Tensor:
+    def scratch(self, rows: int, tokens: int) -> _Scratch:
         """Where the planes of a tile go."""
-        return np.empty((min(rows, self.rows), self._planes, self._bytes), dtype=self.dtype)
+        rows = min(rows, self.rows)
+        return _Scratch(
+            np.empty((rows, self._planes, self._bytes), dtype=self.dtype),
+            np.empty((self._planes, rows, self._bytes), dtype=np.uint8),
+            np.empty((rows, *self.packed.shape[1:]), dtype=self.dtype),
+            np.full((rows, self.packed.shape[1]), 2 ** (self.bits - 1), dtype=self.dtype),
+        )
 
-    def multiply(self, start: int, stop: int, columns: Tensor, out: Tensor, scratch: Tensor) -> None:
+    def multiply(self, start: int, stop: int, columns: Tensor, out: Tensor, scratch: _Scratch) -> None:
         """Unpack and multiply."""
-        tile = scratch[: stop - start]
-        self._unpack(start, stop, tile)
+        tile = self._unpack(start, stop, scratch)
         np.matmul(tile.reshape(stop - start, -1), columns, out=out)
 
     def fill(self, start: int, stop: int, out: Tensor) -> None:
         """Unpacked, in the order of K."""
-        tile = np.empty((stop - start, self._planes, self._bytes), dtype=self.dtype)
-        self._unpack(start, stop, tile)
+        tile = self._unpack(start, stop, self.scratch(stop - start, 0))
         for plane in range(self._planes):
             part = out[:, plane :: self._planes]
             part[...] = tile[:, plane, : part.shape[1]]
 
-    def _unpack(self, start: int, stop: int, tile: Tensor) -> None:
-        """Rows `start` to `stop` as planes [rows, 8/bits, bytes of a row]."""
+    def _unpack(self, start: int, stop: int, scratch: _Scratch) -> Tensor:
+        """Rows `start` to `stop` as planes [rows, 8/bits, bytes of a row]; they lie in `scratch`."""
         packed = self.packed[start:stop]
         scales = np.ascontiguousarray(self.precision.widen(self.scales[start:stop]))
         zeros = None if self.zeros is None else self._zero_points(start, stop)
+        given = scratch.of(stop - start)
         if self.groups is None and (unpack := vector_unpacker(self.bits)) is not None:
-            if zeros is None:
-                zeros = np.full(scales.shape, 2 ** (self.bits - 1), dtype=self.dtype)
-            unpack(packed, zeros.astype(self.dtype, copy=False), scales, tile)
+            zeros = given.zeros if zeros is None else zeros.astype(self.dtype, copy=False)
+            unpack(packed, zeros, scales, given.tile)
         else:
-            self._unpack_in_numpy(packed, zeros, scales, tile)
+            self._unpack_in_numpy(packed.reshape(len(packed), -1), zeros, scales, given)
+        return given.tile
 
     def _zero_points(self, start: int, stop: int) -> Tensor:
         """Zero points [rows, groups]: floats in the oracle's precision, or codes in uint8."""
@@ -167,37 +172,71 @@ class BlockwiseMatrix:
             return np.ascontiguousarray(unpacked(zeros, self.bits)[:, : self.scales.shape[1]])
         return np.ascontiguousarray(self.precision.widen(zeros))
 
-    def _unpack_in_numpy(self, packed: Tensor, zeros: Tensor | None, scales: Tensor, tile: Tensor) -> None:
+    def _unpack_in_numpy(
+        self, packed: Tensor, zeros: Tensor | None, scales: Tensor, scratch: _Scratch
+    ) -> None:
         """As the vector code does it, to the bit: convert, subtract, multiply, each rounded by itself.
 
-        Codes and zero points of up to four bits are subtracted as bytes, which is exact as well.
+        Codes and zero points of up to four bits are subtracted as bytes, which is exact as well. All calls
+        but the last few work on bytes, and none allocates: two workers would wait for each other.
         """
-        codes = packed.reshape(len(packed), -1)
-        spread = self._spread(scales)
-        lifts = None if zeros is None else self._spread(zeros)
-        default = np.uint8(2 ** (self.bits - 1))
+        tile, codes, bits = scratch.tile, scratch.codes, self.bits
+        mask, top = np.uint8(2**bits - 1), self._planes - 1
         for plane in range(self._planes):
-            part = codes if not plane else codes >> np.uint8(plane * self.bits)
-            if self.bits < 8:
-                part = part & np.uint8(2**self.bits - 1)
-            lift = default if lifts is None else lifts(plane)
-            values = tile[:, plane]
-            if lift.dtype == np.uint8 and (lifts is None or self.bits < 8):
-                # Wraps around to what, read as a signed byte, is the difference.
-                np.copyto(values, np.subtract(part, lift).view(np.int8))
-            else:
-                np.subtract(part, lift, out=values, dtype=values.dtype, casting="unsafe")
-            np.multiply(values, spread(plane), out=values)
+            part = np.right_shift(packed, np.uint8(plane * bits), out=codes[plane]) if plane else packed
+            if plane < top or not plane:
+                np.bitwise_and(part, mask, out=codes[plane])
+        lifts = None if zeros is None else self._spread(zeros, np.empty(scratch.spread.shape, zeros.dtype))
+        # Where bytes are subtracted, they wrap around to what, read as a signed byte, is the difference.
+        if lifts is None:
+            np.subtract(codes, np.uint8(2 ** (bits - 1)), out=codes)
+            np.copyto(tile, codes.view(np.int8).swapaxes(0, 1))
+        else:
+            for plane in range(self._planes):
+                lift = lifts(plane)
+                if lift.dtype == np.uint8 and bits < 8:
+                    np.subtract(codes[plane], lift, out=codes[plane])
+                    np.copyto(tile[:, plane], codes[plane].view(np.int8))
+                else:
+                    np.subtract(codes[plane], lift, out=tile[:, plane], dtype=tile.dtype, casting="unsafe")
+        spread = self._spread(scales, scratch.spread)
+        if self.groups is None:
+            np.multiply(tile, spread(0)[:, None], out=tile)
+        else:
+            for plane in range(self._planes):
+                np.multiply(tile[:, plane], spread(plane), out=tile[:, plane])
 
-    def _spread(self, values: Tensor) -> Callable[[int], Tensor]:
+    def _spread(self, values: Tensor, scratch: Tensor) -> Callable[[int], Tensor]:
         """What gives [rows, bytes of a row], for each byte of a plane the value of its group."""
         if self.groups is None:
             # Once for all planes: neighbours in a byte are of one block.
-            whole = np.repeat(values, self.packed.shape[2], axis=1)
+            np.copyto(scratch, values[:, :, None])
+            whole = scratch.reshape(len(scratch), -1)
             return lambda plane: whole
         groups = np.zeros(self._planes * self._bytes, dtype=np.int64)
         groups[: self.depth] = self.groups
         return lambda plane: values[:, groups[plane :: self._planes]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """What a worker needs for a tile.
+
+    Attributes:
+        tile: the planes, [rows, 8/bits, bytes of a row].
+        codes: a byte for each code, [8/bits, rows, bytes of a row].
+        spread: a scale for each byte, [rows, blocks, bytes of a block].
+        zeros: the zero points of blocks that give none, [rows, blocks].
+    """
+
+    tile: Tensor
+    codes: Tensor
+    spread: Tensor
+    zeros: Tensor
+
+    def of(self, rows: int) -> _Scratch:
+        """As much of it as `rows` rows take."""
+        return _Scratch(self.tile[:rows], self.codes[:, :rows], self.spread[:rows], self.zeros[:rows])
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
