@@ -80,13 +80,17 @@ def test_the_witness_listens_to_its_encoder() -> None:
     assert all(len(set(tokens)) >= 5 for tokens in decodes)
 
 
-def counting(session: Session) -> list[tuple[str, ...]]:
-    """Notes what each call of `session` asks for, in the list that is returned."""
+def counting(
+    session: Session, shapes: list[dict[str, tuple[int, ...]]] | None = None
+) -> list[tuple[str, ...]]:
+    """Notes what each call of `session` asks for, in the list that is returned, and the shapes it is fed."""
     calls: list[tuple[str, ...]] = []
     run = session.run
 
     def noted(feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> dict[str, TensorHandle]:
         calls.append(tuple(outputs))
+        if shapes is not None:
+            shapes.append({name: handle.shape for name, handle in feeds.items()})
         return run(feeds, outputs)
 
     session.run = noted  # type: ignore[method-assign]
@@ -129,6 +133,34 @@ def test_the_pair_takes_turns(tmp_path: Path) -> None:
     assert trace.failure is None
     counts = {name: len(made) for name, made in calls.items()}
     assert counts == {"encoder_model": 1, "decoder_model": 1, "decoder_with_past_model": 4}
+
+
+@pytest.mark.parametrize(
+    ("form", "hidden", "cross"),
+    [
+        ("merged", [FRAMES, FRAMES, FRAMES], [FRAMES, FRAMES, FRAMES]),
+        ("appended", [FRAMES, 0, 0], [0, FRAMES, FRAMES]),
+    ],
+)
+def test_hidden_states_that_are_appended_are_given_once(
+    form: str, hidden: list[int], cross: list[int], tmp_path: Path
+) -> None:
+    """Cross KV that grows by the hidden states starts empty, and gets none of them after the first call."""
+    assembly = assembly_of(MODEL.save(tmp_path, form))
+    sessions = {step.name: open_session("ort-cpu", step.graph) for step in assembly.wiring.steps}
+    fed_shapes: list[dict[str, tuple[int, ...]]] = []
+    counting(sessions[assembly.wiring.steps[-1].name], fed_shapes)
+
+    greedy_decode(
+        WiredSession(assembly.wiring, sessions),
+        assembly.topology,
+        PROMPT,
+        max_new_tokens=3,
+        extra=fed(assembly, MODEL.features(FRAMES)),
+    )
+
+    assert [shapes["encoder_hidden_states"][1] for shapes in fed_shapes] == hidden
+    assert [shapes["past_key_values.0.encoder.key"][2] for shapes in fed_shapes] == cross
 
 
 @pytest.mark.parametrize("form", FORMS)
