@@ -26,6 +26,7 @@ class Buffer:
         dtype: element type of both.
         shape: of both; 0 along `axis` where the graph leaves the number of rows open.
         axis: the axis of the rows.
+        rolls: whether new rows replace the oldest, so that it is never full.
     """
 
     input: str
@@ -33,19 +34,20 @@ class Buffer:
     dtype: str
     shape: tuple[int, ...]
     axis: int
+    rolls: bool = False
 
     @property
     def capacity(self) -> int | None:
-        """How many rows it has; None for as many as are asked for."""
-        return self.shape[self.axis] or None
+        """How many tokens it has room for; None for as many as are asked for."""
+        return None if self.rolls else self.shape[self.axis] or None
 
 
 @dataclass(frozen=True, slots=True)
 class StaticBuffers:
     """KV in buffers of fixed size: zeros at first, and fed back whole.
 
-    Where to write and how many rows count is said by ports of their own (`harness.decode.calls`). The loop
-    asks for no more tokens than there are rows.
+    Where to write and how many rows count is said by ports of their own (`harness.decode.calls`), or the
+    operator that attends knows by the number of tokens. The loop asks for no more tokens than there are rows.
     """
 
     buffers: tuple[Buffer, ...]
@@ -74,7 +76,7 @@ class StaticBuffers:
     def start(self, session: Session, *, room: int) -> dict[str, TensorHandle]:
         """Zeros in every row."""
         return {
-            buffer.input: session.zeros(_with_rows(buffer, buffer.capacity or room), buffer.dtype)
+            buffer.input: session.zeros(_with_rows(buffer, buffer.shape[buffer.axis] or room), buffer.dtype)
             for buffer in self.buffers
         }
 
@@ -140,7 +142,9 @@ class FixedScales:
         return feeds
 
 
-def buffer_of(source: Port, output: Port, *, batch: Dimension, axis: int | None = None) -> Buffer:
+def buffer_of(
+    source: Port, output: Port, *, batch: Dimension, axis: int | None = None, window: int | None = None
+) -> Buffer:
     """The buffer of a static cache between two ports.
 
     Args:
@@ -148,6 +152,7 @@ def buffer_of(source: Port, output: Port, *, batch: Dimension, axis: int | None 
         output: the output.
         batch: the first axis of the token port.
         axis: the axis of the rows; None for the one that `TensorScatter` writes along by default.
+        window: how many rows a query sees of a buffer that rolls; None for one that does not.
 
     Raises:
         UnfeedableError: it has no such axis, or an extent or the dtype is not known.
@@ -164,12 +169,12 @@ def buffer_of(source: Port, output: Port, *, batch: Dimension, axis: int | None 
         if isinstance(length, int):
             extents.append(length)
         elif index == rows:
-            extents.append(0)
+            extents.append(window or 0)
         elif index == counted:
             extents.append(1)
         else:
             raise UnfeedableError(f"axis {index} of its shape {written(shape)} has no known extent")
-    return Buffer(source.name, output.name, dtype, tuple(extents), rows)
+    return Buffer(source.name, output.name, dtype, tuple(extents), rows, rolls=window is not None)
 
 
 def _with_rows(buffer: Buffer, rows: int) -> tuple[int, ...]:

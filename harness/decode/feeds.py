@@ -36,6 +36,9 @@ __all__ = ["ExtraFeeds", "FeedPlan", "plan_feeds"]
 
 _Made = TypeVar("_Made")
 
+_ROWS = 2
+"""The axis of the rows of a cache that rolls: [batch, heads, rows, width]."""
+
 _MOST_NAMES = 4
 """How many ports a message lists for one reason; the error holds them all."""
 
@@ -83,8 +86,8 @@ class _Planner:
 
     def plan(self) -> FeedPlan:
         topology = self._topology
-        growing, scales = self._kv()
-        buffers = StaticBuffers(tuple(self._buffers()))
+        growing, scales, fixed = self._kv()
+        buffers = StaticBuffers((*fixed, *self._buffers()))
         states = ReplacedStates(tuple(self._states()))
         caches: tuple[CacheStrategy, ...] = (growing, scales, buffers, states)
         smallest = buffers.smallest
@@ -129,10 +132,12 @@ class _Planner:
             return None, None
         return (shape[0] if len(shape) > 1 else None), shape[-1]
 
-    def _kv(self) -> tuple[GrowingKv, FixedScales]:
-        """KV that grows, and scales that do not."""
+    def _kv(self) -> tuple[GrowingKv, FixedScales, list[Buffer]]:
+        """KV that grows, scales that do not, and KV in buffers that the attention itself writes."""
+        facts = self._topology.facts
         growing: list[GrowingPair] = []
-        fixed: list[ReplacedPair] = []
+        scales: list[ReplacedPair] = []
+        buffers: list[Buffer] = []
         for past, present in zip(self._topology.kv_inputs, self._topology.kv_outputs, strict=True):
             source, target = self._pair(past, present)
             if source is None or target is None:
@@ -140,12 +145,18 @@ class _Planner:
             is_scale = self._roles.get(past) is Role.KV_SCALE
             if is_scale and source.shape is not None and all(isinstance(e, int) for e in source.shape[1:]):
                 scale = self._made(source, replaced_pair, output=present, batch=self._batch)
-                fixed += () if scale is None else (scale,)
+                scales += () if scale is None else (scale,)
+            elif past in facts.row_axes or past in facts.windows:
+                axis, window = facts.row_axes.get(past, _ROWS), facts.windows.get(past)
+                buffer = self._made(
+                    source, buffer_of, output=target, batch=self._batch, axis=axis, window=window
+                )
+                buffers += () if buffer is None else (buffer,)
             else:
                 why = "cannot be threaded as growing KV: "
                 pair = self._made(source, growing_pair, why=why, present=target, batch=self._batch)
                 growing += () if pair is None else (pair,)
-        return GrowingKv(tuple(growing)), FixedScales(tuple(fixed))
+        return GrowingKv(tuple(growing)), FixedScales(tuple(scales)), buffers
 
     def _buffers(self) -> Iterator[Buffer]:
         """The buffers of a static cache."""

@@ -42,6 +42,12 @@ _SAME_WIDTH = frozenset(
 )
 """Operators whose first output is as wide as their first input."""
 
+_ROWS = 2
+"""The axis of the rows in the caches of `GroupQueryAttention`: [batch, heads, rows, width]."""
+
+_WINDOW_WORDS = ("sliding", "window")
+"""How exporters call the length of a cache that keeps a window (onnxruntime-genai)."""
+
 _FARTHEST = 8
 """How many nodes before an attention are asked for the width of its keys."""
 
@@ -95,18 +101,20 @@ def read_graph_facts(
         for name in names
     }
     caches = _open_caches(inventory, topology)
+    fixed = _fixed_caches(inventory, topology)
     lengths = {
         port.name for port in topology.roles if port.role is Role.CONTROL and port.direction == "input"
     } - set(map(str, (topology.static_cache or {}).values()))
-    if not (buffers or caches or lengths):
+    if not (buffers or caches or fixed or lengths):
         return GraphFacts()
     widths: dict[str, int] = {}
     row_axes: dict[str, int] = {}
+    windows: dict[str, int] = {}
     last_token_indices: set[str] = set()
     for path in graphs:
         with open_model(path) as model:
             try:
-                nodes = _Nodes(model, caches=caches, buffers=buffers, lengths=lengths)
+                nodes = _Nodes(model, caches=caches, buffers=buffers, fixed=fixed, lengths=lengths)
                 widths.update(nodes.widths())
             except wire.WireError as error:
                 raise InputError(
@@ -114,6 +122,7 @@ def read_graph_facts(
                     next_action="Export or download the file again; compare its size with the original's.",
                 ) from error
         row_axes.update(nodes.row_axes)
+        windows.update(nodes.windows)
         last_token_indices.update(nodes.last_token_indices)
     declared = _declared_width(config)
     extents = {}
@@ -121,7 +130,12 @@ def read_graph_facts(
         width = widths.get(name, declared)
         if width is not None:
             extents[name] = {axis: width}
-    return GraphFacts(extents=extents, row_axes=row_axes, last_token_indices=frozenset(last_token_indices))
+    return GraphFacts(
+        extents=extents,
+        row_axes=row_axes,
+        windows=windows,
+        last_token_indices=frozenset(last_token_indices),
+    )
 
 
 def _open_caches(inventory: PortInventory, topology: Topology) -> dict[str, int]:
@@ -139,6 +153,20 @@ def _open_caches(inventory: PortInventory, topology: Topology) -> dict[str, int]
     return found
 
 
+def _fixed_caches(inventory: PortInventory, topology: Topology) -> dict[str, bool]:
+    """Caches that need not grow, each with whether the number of its rows is known.
+
+    Where it is not, the length of a window counts them, by its name.
+    """
+    shapes = {port.name: port.shape or () for port in inventory.inputs}
+    return {
+        name: isinstance(rows, int)
+        for name in topology.kv_inputs
+        for rows in shapes[name][_ROWS : _ROWS + 1]
+        if isinstance(rows, int) or (rows is not None and any(word in rows for word in _WINDOW_WORDS))
+    }
+
+
 def _declared_width(config: Mapping[str, Any] | None) -> int | None:
     decoder = section(section(config or {}, "model", "model"), "decoder", "model.decoder")
     width = decoder.get("head_size")
@@ -149,12 +177,19 @@ class _Nodes:
     """The nodes of the main graph that a cache or a length goes into."""
 
     def __init__(
-        self, model: ModelFile, *, caches: Collection[str], buffers: set[str], lengths: set[str]
+        self,
+        model: ModelFile,
+        *,
+        caches: Collection[str],
+        buffers: Collection[str],
+        fixed: Mapping[str, bool],
+        lengths: Collection[str],
     ) -> None:
         self._model = model
         self._taken: list[tuple[Node, int, str]] = []
         self._makers: dict[str, Node] = {}
         self.row_axes: dict[str, int] = {}
+        self.windows: dict[str, int] = {}
         self.last_token_indices: set[str] = set()
         origin = {name: name for name in lengths}
         for place in main_graphs(model.data):
@@ -163,11 +198,12 @@ class _Nodes:
                 first = next(iter(node.inputs), None)
                 if node.operator in _PASSED_ON and first in origin and node.outputs:
                     origin[node.outputs[0]] = origin[first]
-                if operator == _SCATTER and first in buffers:
+                if operator == _SCATTER and first is not None and first in buffers:
                     self.row_axes[first] = node.integers.get("axis", -2)
                 if operator == _GROUPED:
                     slot = node.inputs[_LAST_TOKEN_SLOT : _LAST_TOKEN_SLOT + 1]
                     self.last_token_indices.update(origin[name] for name in slot if name in origin)
+                    self._note_fixed(node, fixed)
                 if operator in _ATTENTION:
                     self._taken += [
                         (node, position, name)
@@ -177,6 +213,15 @@ class _Nodes:
                     ]
                 if caches and node.outputs:
                     self._makers[node.outputs[0]] = node
+
+    def _note_fixed(self, node: Node, fixed: Mapping[str, bool]) -> None:
+        """A grouped attention writes into a buffer that is long enough, or rolls one where it is told to."""
+        for position in _ATTENTION[_GROUPED].pasts:
+            for name in node.inputs[position : position + 1]:
+                if name in fixed and node.integers.get("sliding_window_cache"):
+                    self.windows[name] = node.integers.get("local_window_size", 0)
+                elif fixed.get(name):
+                    self.row_axes[name] = _ROWS
 
     def widths(self) -> dict[str, int]:
         """The width of a head in each cache, as far as the attention that takes it says so."""

@@ -125,11 +125,13 @@ class GraphFacts:
     Attributes:
         extents: concrete extents of axes that the ports leave open, by input and axis.
         row_axes: the axis along which rows are written into a buffer of fixed size, by input.
+        windows: how many rows a query sees of a cache in which new rows replace the oldest, by input.
         last_token_indices: inputs that are read as the index of the last token, whatever they are called.
     """
 
     extents: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     row_axes: Mapping[str, int] = field(default_factory=dict)
+    windows: Mapping[str, int] = field(default_factory=dict)
     last_token_indices: frozenset[str] = frozenset()
 
 

@@ -245,6 +245,24 @@ def test_buffers_are_as_long_as_the_shortest() -> None:
     assert StaticBuffers(tuple(buffers[2:])).smallest is None
 
 
+@pytest.mark.parametrize(("rows", "kept"), [("sliding", 5), (8, 8)])
+def test_a_buffer_that_rolls_is_never_full(rows: int | str, kept: int) -> None:
+    """It has as many rows as the graph says, or as a query sees, whatever will be fed."""
+    buffer = buffer_of(
+        Port("c", "float32", ("batch", 2, rows, 8)),
+        Port("u", "float32", ("batch", 2, rows, 8)),
+        batch="batch",
+        axis=2,
+        window=5,
+    )
+
+    strategy = StaticBuffers((buffer,))
+
+    assert buffer.capacity is None
+    assert strategy.smallest is None
+    assert strategy.start(SESSION, room=100) == {"c": Tensor((1, 2, kept, 8))}
+
+
 def test_a_buffer_that_changes_its_shape_is_an_error() -> None:
     """It is written in place: what comes back is as long as what went in."""
     buffer = buffer_of(Port("c", "float32", ("batch", 4, 8)), Port("u", "float32", None), batch="batch")
