@@ -16,7 +16,7 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-__all__ = ["Claims", "processors", "share", "worker_count", "workers"]
+__all__ = ["Claims", "own_memory", "processors", "share", "worker_count", "workers"]
 
 _COUNT: ContextVar[int] = ContextVar("worker_count", default=1)
 
@@ -41,6 +41,21 @@ def workers(count: int) -> Iterator[None]:
 def worker_count() -> int:
     """How many workers `share` uses here; 1 outside `workers`, and inside a worker."""
     return _COUNT.get()
+
+
+_OWN = threading.local()
+
+
+def own_memory(size: int) -> memoryview:
+    """At least `size` bytes that this worker alone uses, the same at each call as long as they suffice.
+
+    For tiles: what is freed and taken again for each product is given to the process page by page anew. Its
+    content is that of the last use.
+    """
+    memory: memoryview | None = getattr(_OWN, "memory", None)
+    if memory is None or len(memory) < size:
+        memory = _OWN.memory = memoryview(bytearray(size))
+    return memory
 
 
 class Claims:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -15,8 +17,12 @@ from harness.oracle.kernels.registry import CONTRIB, kernel
 from harness.oracle.matrix import Projection, ResidentMatrix
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 from harness.oracle.precision import Precision
+from harness.oracle.workers import own_memory
 
 __all__ = ["BlockwiseMatrix", "unpacked"]
+
+_LINE = 64
+"""Bytes of a line of the cache."""
 
 
 @kernel("MatMulNBits", domain=CONTRIB, raw=(1, 2, 3, 4, 5))
@@ -131,13 +137,12 @@ class BlockwiseMatrix:
 
     def scratch(self, rows: int, tokens: int) -> _Scratch:
         """Where the planes of a tile go."""
-        rows = min(rows, self.rows)
-        return _Scratch(
-            np.empty((rows, self._planes, self._bytes), dtype=self.dtype),
-            np.empty((self._planes, rows, self._bytes), dtype=np.uint8),
-            np.empty((rows, *self.packed.shape[1:]), dtype=self.dtype),
-            np.full((rows, self.packed.shape[1]), 2 ** (self.bits - 1), dtype=self.dtype),
-        )
+        rows, planes, size = min(rows, self.rows), self._planes, self._bytes
+        blocks = self.packed.shape[1]
+        shapes = ((rows, planes, size), (rows, *self.packed.shape[1:]), (rows, blocks), (planes, rows, size))
+        tile, spread, zeros, codes = _carved(shapes, (self.dtype,) * 3 + (np.dtype(np.uint8),))
+        zeros[...] = 2 ** (self.bits - 1)
+        return _Scratch(tile, codes, spread, zeros)
 
     def multiply(self, start: int, stop: int, columns: Tensor, out: Tensor, scratch: _Scratch) -> None:
         """Unpack and multiply."""
@@ -216,6 +221,18 @@ class BlockwiseMatrix:
         groups = np.zeros(self._planes * self._bytes, dtype=np.int64)
         groups[: self.depth] = self.groups
         return lambda plane: values[:, groups[plane :: self._planes]]
+
+
+def _carved(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[Tensor]:
+    """Arrays in the worker's own memory, each from the start of a line of the cache."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    starts = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
+    memory = np.frombuffer(own_memory(starts[-1] + _LINE), np.uint8)
+    memory = memory[-memory.ctypes.data % _LINE :]
+    return [
+        memory[start : start + size].view(dtype).reshape(shape)
+        for start, size, shape, dtype in zip(starts, sizes, shapes, dtypes, strict=False)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
