@@ -277,9 +277,9 @@ def _source(node: Node, position: int) -> str:
 
 
 def _heads_in_a_row(node: Node, position: int) -> int:
-    """How many heads stand side by side in what holds them; less than 1 where the node does not say."""
+    """How many heads stand side by side in what holds them, by rank 3; 0 where the node does not say."""
     count = node.integers.get(_ATTENTION[node.domain, node.operator].number, 0)
-    if node.inputs[position] or node.inputs[1]:
+    if node.inputs[position]:
         return count
     queries = node.integers.get("num_heads", 0)
-    return queries + 2 * count if queries > 0 else 0
+    return queries + 2 * count if queries > 0 and not node.inputs[1] else 0

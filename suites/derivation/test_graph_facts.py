@@ -121,15 +121,26 @@ def test_queries_keys_and_values_may_stand_side_by_side(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     node = attention("grouped-query", "qkv", "", "", num_heads=6)
     assert facts(save(path, [node], values=values)).extents == {KEY: {3: 16}, VALUE: {3: 16}}
+    single = attention("multi-head", "qkv", "", "", num_heads=1)
+    assert facts(save(path, [single], values={"qkv": ["batch", "s", 48]})).extents == {
+        KEY: {3: 16},
+        VALUE: {3: 16},
+    }
     unsaid = attention("grouped-query", "qkv", "", "")
     assert facts(save(path, [unsaid], values=values)).extents == {}
 
 
 def test_keys_and_values_may_stand_side_by_side(tmp_path: Path) -> None:
-    """`MultiHeadAttention` takes both in one value of rank 5, whose last axis is a head."""
+    """`MultiHeadAttention` takes both in one value of rank 5, whose last axis is a head.
+
+    Of rank 3 it holds the keys alone, and values that are left out beside them are of no known width.
+    """
+    path = tmp_path / "m.onnx"
+    node = attention("multi-head", "q", "kv", "")
     values = {"q": ["batch", "s", 7], "kv": ["batch", "s", 2, 2, 16]}
-    found = facts(save(tmp_path / "m.onnx", [attention("multi-head", "q", "kv", "")], values=values))
-    assert found.extents == {KEY: {3: 16}, VALUE: {3: 16}}
+    assert facts(save(path, [node], values=values)).extents == {KEY: {3: 16}, VALUE: {3: 16}}
+    values["kv"] = ["batch", "s", 48]
+    assert facts(save(path, [node], values=values)).extents == {KEY: {3: 24}}
 
 
 @pytest.mark.parametrize(("bits", "width"), [(8, 16), (4, 8)])
