@@ -1,0 +1,329 @@
+"""Checks of models that answer to an encoder, and of packages in several graphs: what the command says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from fixtures.decoders import TinyDecoder
+from fixtures.seq2seq import TinySeq2Seq
+from fixtures.splitting import save_embedded
+from harness.cli.app import run
+
+SCHEMA = json.loads(
+    (Path(__file__).parents[2] / "reports/schemas/parity-1.schema.json").read_text(encoding="utf-8")
+)
+SPOKEN = TinySeq2Seq(seed=4)
+WRITTEN = TinySeq2Seq(text=True, seed=13)
+PREFIX = (3, 1)
+CONFIG = {"decoder_start_token_id": 3, "forced_decoder_ids": [[1, 1], [2, None]]}
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory and a cache of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ONNX_PARITY_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def check(
+    package: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, dict[str, Any], str]:
+    """Exit status, document and standard error."""
+    fixed = ["--candidate", "ort-cpu", "--max-new-tokens", "8", "--in-process", "--json"]
+    status = run(["check", str(package), *fixed, *options])
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    jsonschema.validate(document, SCHEMA)
+    return status, document, err
+
+
+def test_a_decoder_of_features_needs_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It begins with the tokens that its package forces; the features come from the file."""
+    package = SPOKEN.save(tmp_path / "p", "merged", config=CONFIG)
+    features = SPOKEN.features(5)
+    np.savez("f.npz", audio_features=features)
+
+    status, document, _ = check(package, capsys, "--inputs", "f.npz")
+
+    (prompt,) = document["prompts"]
+    assert (status, document["verdict"]) == (0, "identical")
+    assert prompt["prompt_ids"] == list(PREFIX)
+    assert prompt["candidate_ids"] == list(SPOKEN.greedy(SPOKEN.hidden(features), PREFIX, 8))
+    for side in ("candidate", "oracle"):
+        settings = document[side]["settings"]
+        assert settings["graphs"] == "encoder_model.onnx, decoder_model_merged.onnx"
+        assert settings["encoder"] == "runs once"
+        assert settings["encoder_inputs"] == "f.npz: audio_features [1, 5, 8]"
+        assert settings["decoder_prefix"] == "3 1"
+
+
+def test_features_that_nobody_gives_are_made_up_and_the_report_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same each time, and on both sides."""
+    package = SPOKEN.save(tmp_path / "p", "cross inputs", config=CONFIG)
+
+    documents = [check(package, capsys)[1] for _ in range(2)]
+
+    tokens = [document["prompts"][0]["candidate_ids"] for document in documents]
+    assert [document["verdict"] for document in documents] == ["identical"] * 2
+    assert tokens[0] == tokens[1]
+    said = documents[0]["candidate"]["settings"]["encoder_inputs"]
+    assert said == "made up from seed 0: audio_features [1, 16, 8]"
+    assert documents[0]["seed"] == 0
+
+
+def test_ids_are_what_the_decoder_is_fed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts given as IDs are whole: what a report shows can be run again."""
+    package = SPOKEN.save(tmp_path / "p", "pair", config=CONFIG)
+
+    _, document, _ = check(package, capsys, "--prompt-ids", "3,1,7")
+
+    assert document["prompts"][0]["prompt_ids"] == [3, 1, 7]
+
+
+def test_a_text_encoder_reads_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each prompt is a source of its own; the decoder begins with its start token alone."""
+    package = WRITTEN.save(tmp_path / "p", "pair", config={"decoder_start_token_id": 3})
+    tokenizer = Tokenizer(models.WordLevel({"one": 5, "two": 2}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(package / "tokenizer.json"))
+
+    status, document, _ = check(package, capsys, "--prompt", "one two", "--prompt-ids", "9,4,5")
+
+    assert (status, document["verdict"]) == (0, "identical")
+    assert [(p["text"], p["prompt_ids"]) for p in document["prompts"]] == [
+        ("one two", [5, 2]),
+        (None, [9, 4, 5]),
+    ]
+    for prompt in document["prompts"]:
+        hidden = WRITTEN.hidden(np.array([prompt["prompt_ids"]]))
+        assert prompt["candidate_ids"] == list(WRITTEN.greedy(hidden, (3,), 8))
+    settings = document["candidate"]["settings"]
+    assert (settings["encoder_inputs"], settings["decoder_prefix"]) == ("the prompt", "3")
+
+
+def test_the_hash_is_over_every_graph_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after another, in the order in which they run."""
+    package = SPOKEN.save(tmp_path / "p", "merged", config=CONFIG)
+
+    _, document, _ = check(package, capsys)
+
+    files = ("encoder_model.onnx", "decoder_model_merged.onnx")
+    whole = b"".join((package / name).read_bytes() for name in files)
+    assert document["model"]["sha256"] == hashlib.sha256(whole).hexdigest()
+
+
+def test_an_embedding_graph_is_part_of_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens as those of the graph in one piece; the report says that no image was given."""
+    decoder = TinyDecoder("ar", vocab=29, width=8, seed=2)
+    package = save_embedded(decoder.save(tmp_path / "whole.onnx"), tmp_path / "p", "genai_config")
+
+    status, document, _ = check(package, capsys, "--prompt-ids", "1,2,3,4")
+
+    assert (status, document["verdict"]) == (0, "identical")
+    assert document["prompts"][0]["candidate_ids"] == list(decoder.greedy((1, 2, 3, 4), 8))
+    assert document["oracle"]["settings"]["text_only"] == "embedding is given no image_features"
+    assert {entry["node"].split(": ")[0] for entry in document["oracle"]["proof"]["entries"]} == {"decoder"}
+
+
+WRONG_INPUTS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "a wrong width": (
+        lambda: {"audio_features": np.zeros((1, 5, 9), np.float32)},
+        "has audio_features as float32 [1, 5, 9], and the graph takes float32 [batch, frames, 8]",
+    ),
+    "a batch of two": (lambda: {"audio_features": np.zeros((2, 5, 8), np.float32)}, "[2, 5, 8]"),
+    "a wrong rank": (lambda: {"audio_features": np.zeros((5, 8), np.float32)}, "[5, 8]"),
+    "a wrong dtype": (lambda: {"audio_features": np.zeros((1, 5, 8))}, "float64 [1, 5, 8]"),
+    "nothing": (dict, "has no array for audio_features, [batch, frames, 8]"),
+    "a misspelt name": (
+        lambda: {"audio_feature": np.zeros((1, 5, 8), np.float32)},
+        "has no array for audio_features",
+    ),
+    "a stray array": (
+        lambda: {"audio_features": np.zeros((1, 5, 8), np.float32), "audio_featurs": np.zeros(1)},
+        "has an array audio_featurs, which is no input here. Did you mean audio_features?",
+    ),
+    "objects": (lambda: {"audio_features": np.array([{}], object)}, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_INPUTS)
+def test_inputs_that_do_not_fit_are_one_clear_line(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2 before anything is opened or written, with the name, what is there and what is due."""
+    make, says = WRONG_INPUTS[case]
+    package = SPOKEN.save(tmp_path / "p", "merged", config=CONFIG)
+    np.savez("f.npz", **make())
+
+    status, document, err = check(package, capsys, "--inputs", "f.npz")
+
+    error = document["error"]
+    assert status == document["exit_code"] == 2
+    assert says in f"{error['message']} {error['next']}"
+    assert err.count("\n") == 1
+    assert not Path("reports").exists()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not an archive", b"\x93NUMPY"])
+def test_a_file_that_is_no_archive_is_one_clear_line(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Missing, empty, or something else."""
+    package = SPOKEN.save(tmp_path / "p", "merged", config=CONFIG)
+    if content is not None:
+        Path("f.npz").write_bytes(content)
+
+    status, document, err = check(package, capsys, "--inputs", "f.npz")
+
+    assert (status, err.count("\n")) == (2, 1)
+    assert "f.npz cannot be read" in document["error"]["message"]
+
+
+def test_inputs_for_a_model_without_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An option that would do nothing is a mistake."""
+    TinyDecoder().save(tmp_path / "model.onnx")
+    np.savez("f.npz", x=np.zeros(1))
+
+    status, document, _ = check(tmp_path, capsys, "--prompt-ids", "1", "--inputs", "f.npz")
+
+    assert status == 2
+    assert "takes nothing of one" in document["error"]["message"]
+
+
+def test_a_start_token_that_nobody_declares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without it nobody knows what the decoder of a text is fed first."""
+    package = WRITTEN.save(tmp_path / "p", "merged")
+
+    status, document, _ = check(package, capsys, "--prompt-ids", "1,2")
+
+    assert status == 2
+    assert "decoder_start_token_id" in document["error"]["next"]
+
+
+def declare(folder: Path, name: str, content: Any) -> None:
+    """Write a JSON sidecar, which YAML reads as well."""
+    (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def missing_encoder(folder: Path) -> None:
+    """The configuration names an encoder that is not there."""
+    SPOKEN.save(folder, "cross inputs")
+    (folder / "encoder.onnx").unlink()
+    decoder = {"filename": "decoder.onnx"}
+    declare(
+        folder, "genai_config.json", {"model": {"decoder": decoder, "encoder": {"filename": "encoder.onnx"}}}
+    )
+
+
+def missing_part(folder: Path) -> None:
+    """A decoder in two parts, one of which is not there."""
+    TinyDecoder().save(folder / "a.onnx")
+    parts = [{"a": {"filename": "a.onnx"}, "b": {"filename": "b.onnx"}}]
+    declare(folder, "genai_config.json", {"model": {"decoder": {"pipeline": parts}}})
+
+
+def two_decoders(folder: Path) -> None:
+    """Two decoders in folders of their own."""
+    for name in ("decoder", "text_decoder"):
+        (folder / name).mkdir()
+        TinyDecoder().save(folder / name / "model.onnx")
+
+
+def two_declared_decoders(folder: Path) -> None:
+    """Two decoders that the metadata declares."""
+    for name in ("a", "b"):
+        TinyDecoder().save(folder / f"{name}.onnx")
+    entries = {name: {"filename": f"{name}.onnx", "type": "decoder"} for name in ("a", "b")}
+    declare(folder, "inference_metadata.yaml", {"pipeline": {"models": entries}})
+
+
+def two_encoders(folder: Path) -> None:
+    """Two encoders that could both be meant."""
+    SPOKEN.save(folder, "merged")
+    (folder / "encoder.onnx").write_bytes((folder / "encoder_model.onnx").read_bytes())
+
+
+def transducer(folder: Path) -> None:
+    """What exporters of transducers write."""
+    for name in ("encoder-model.onnx", "decoder_joint-model.onnx"):
+        TinyDecoder().save(folder / name)
+
+
+def declared_transducer(folder: Path) -> None:
+    """A transducer by its configuration."""
+    TinyDecoder().save(folder / "decoder.onnx")
+    declare(
+        folder,
+        "genai_config.json",
+        {"model": {"type": "parakeet-tdt", "decoder": {"filename": "decoder.onnx"}}},
+    )
+
+
+def speculative(folder: Path) -> None:
+    """A target and its draft."""
+    TinyDecoder().save(folder / "target.onnx")
+    strategy = {"kind": "speculative", "draft": {"session": "draft"}}
+    declare(folder, "genai_config.json", {"pipeline": {"strategy": strategy}})
+
+
+def diffusion(folder: Path) -> None:
+    """A pipeline that denoises."""
+    TinyDecoder().save(folder / "unet.onnx")
+    models = {"unet": {"filename": "unet.onnx"}}
+    declare(
+        folder,
+        "inference_metadata.yaml",
+        {"pipeline": {"models": models, "strategy": {"kind": "iterative_denoise"}}},
+    )
+
+
+def diffusion_by_name(folder: Path) -> None:
+    """A folder for each of its graphs."""
+    for name in ("unet", "vae_decoder"):
+        (folder / name).mkdir()
+        TinyDecoder().save(folder / name / "model.onnx")
+
+
+PACKAGES: dict[str, tuple[Callable[[Path], None], int, str]] = {
+    "missing encoder": (missing_encoder, 2, "needs encoder (encoder.onnx), which the package declares"),
+    "missing part": (missing_part, 2, "model.decoder.pipeline.b.filename is 'b.onnx', which is missing"),
+    "two decoders": (two_decoders, 2, "2 decoders, decoder, text_decoder"),
+    "two declared decoders": (two_declared_decoders, 2, "has 2 decoders, a, b"),
+    "two encoders": (two_encoders, 2, "encoder, encoder_model could all give encoder_hidden_states"),
+    "transducer": (transducer, 3, "is a transducer (decoder_joint-model.onnx)"),
+    "declared transducer": (declared_transducer, 3, "is a transducer"),
+    "speculative pair": (speculative, 3, "is a speculative pair"),
+    "diffusion": (diffusion, 3, "is a pipeline of the kind iterative_denoise"),
+    "diffusion by name": (diffusion_by_name, 3, "is a diffusion pipeline (unet/model.onnx)"),
+}
+
+
+@pytest.mark.parametrize("case", PACKAGES)
+def test_packages_that_cannot_be_driven_are_one_clear_line(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is missing or ambiguous is bad input; what is no decode token after token is refused by name."""
+    make, exit_code, says = PACKAGES[case]
+    folder = tmp_path / "p"
+    folder.mkdir()
+    make(folder)
+
+    status, document, err = check(folder, capsys, "--prompt-ids", "1,2")
+
+    found = document["error"] if exit_code == 2 else document["refusal"]
+    assert (status, document["exit_code"]) == (exit_code, exit_code)
+    assert says in found["message"]
+    assert exit_code == 2 or found["code"] == "E_NOT_DRIVABLE"
+    assert err.count("\n") == 1
+    assert not Path("reports").exists()
