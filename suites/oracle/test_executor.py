@@ -117,6 +117,56 @@ def test_only_what_the_wanted_outputs_need_is_computed_and_fed(tmp_path: Path) -
         model.run({"x": x}, ["good", "bad"])
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_products_of_one_value_are_carried_out_together(tokens: int, tmp_path: Path) -> None:
+    """Query, key and value as one instruction give what each gives alone; other products stay by themselves.
+
+    Expected are the products in float64, within the rounding of sums of 96 float32 products.
+    """
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((96, n)).astype(np.float32) for name, n in (("q", 96), ("k", 32))}
+    weights |= {"o": rng.standard_normal((96, 8)).astype(np.float32), "bias": np.ones(32, np.float32)}
+    path = save(
+        tmp_path / "m.onnx",
+        [
+            node("MatMul", ["x", "q"], ["xq"]),
+            node("Relu", ["xq"], ["relu"]),
+            node("Gemm", ["x", "k", "bias"], ["biased"]),
+            node("MatMul", ["x", "k"], ["xk"]),
+            node("MatMul", ["relu", "o"], ["y"]),
+        ],
+        [value("x", shape=[tokens, 96])],
+        [value(name) for name in ("y", "biased", "xk")],
+        weights,
+    )
+    model = OracleModel.load(path)
+    x = rng.standard_normal((tokens, 96)).astype(np.float32)
+    wide = {name: array.astype(np.float64) for name, array in weights.items()}
+    relu = np.maximum(x @ wide["q"], 0)
+    expected = {"y": relu @ wide["o"], "biased": x @ wide["k"] + 1, "xk": x @ wide["k"]}
+    for wanted in (["y", "biased", "xk"], ["xk"], ["y"]):
+        for name, array in model.run({"x": x}, wanted).items():
+            assert np.abs(array - expected[name]).max() <= 96 * 2**-23 * 100
+    together = model._body.program(model._body.outputs, gathered=True)
+    assert len(together.instructions) == len(model._body.steps) - 1
+
+
+def test_of_products_carried_out_together_the_one_that_overflows_is_named(tmp_path: Path) -> None:
+    """Looking for where infinities come from goes node by node."""
+    weights = {"a": np.ones((4, 4), np.float32), "b": np.full((4, 4), 3e38, np.float32)}
+    path = save(
+        tmp_path / "m.onnx",
+        [node("MatMul", ["x", "a"], ["xa"], name="small"), node("MatMul", ["x", "b"], ["xb"], name="large")],
+        [value("x", shape=[2, 4])],
+        [value("xa"), value("xb")],
+        weights,
+    )
+    feeds = {"x": np.ones((2, 4), np.float32)}
+    model = OracleModel.load(path)
+    assert np.isinf(model.run(feeds, ["xa", "xb"])["xb"]).all()
+    assert "large" in str(model.first_non_finite(feeds, ["xa", "xb"]))
+
+
 def test_nodes_out_of_order_run_in_the_order_of_their_values(tmp_path: Path) -> None:
     """A node may stand before what it reads, also when only its subgraph reads it."""
     branch = {
