@@ -13,7 +13,7 @@ from harness.errors import InputError
 from harness.models import BUILTIN_NAMES, builtin_package
 from harness.models.builtin import BuiltinPackage
 from harness.package import Package, open_package
-from harness.ports import PortInventory, inventory_from_json, read_ports
+from harness.ports import PortInventory, inventory_from_json
 
 __all__ = ["Source", "find_package", "read_source"]
 
@@ -58,7 +58,9 @@ def find_package(name: str) -> tuple[Package, BuiltinPackage | None]:
 
 
 def read_source(name: str) -> Source:
-    """Read the ports of a package, an `.onnx` graph or a port inventory (`.json`).
+    """Read the ports of a package's decoder, an `.onnx` graph or a port inventory (`.json`).
+
+    A decoder in parts has the ports of the whole.
 
     Raises:
         InputError: it cannot be read.
@@ -74,8 +76,10 @@ def read_source(name: str) -> Source:
             ) from error
         inventory, declared = inventory_from_json(document, source=str(path))
         return Source(inventory, declared=declared)
+    from harness.decode.parts import decoder_inventory
+
     package, _ = find_package(name)
-    return Source(read_ports(package.model), package=package)
+    return Source(decoder_inventory(package), package=package)
 
 
 def _exists(path: Path) -> bool:

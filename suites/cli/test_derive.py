@@ -9,8 +9,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from fixtures.decoders import TinyDecoder
 from fixtures.graphs import save_ports
 from fixtures.layouts import dense_06b, hybrid_27b
+from fixtures.splitting import cut, save_pipeline
 from harness.cli import derive
 from harness.cli.app import run
 from harness.ports import PortInventory
@@ -111,3 +113,19 @@ def test_an_interrupted_run_has_no_outcome(
     first, last = documents(capsys)
     assert first["outcome"] == "derived"
     assert (last["outcome"], last["source"], last["exit_code"]) == (None, None, 130)
+
+
+def test_a_decoder_in_parts_is_derived_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every port of the whole has its role, and what passes between the parts has none."""
+    decoder = TinyDecoder("ar", vocab=29, width=8, seed=2)
+    whole = decoder.save(tmp_path / "whole.onnx")
+    parts = save_pipeline(tmp_path / "parts", cut(whole, tmp_path / "parts", [1, 10, 20]))
+
+    assert run(["derive", "--json", str(whole), str(parts)]) == 0
+    one, many = documents(capsys)
+
+    def roles(document: dict[str, Any]) -> set[tuple[str, str, str]]:
+        return {(port["name"], port["direction"], port["role"]) for port in document["ports"]}
+
+    assert roles(one) == roles(many)
+    assert one["io"]["state_pairs"] == many["io"]["state_pairs"]

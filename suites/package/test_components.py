@@ -1,0 +1,200 @@
+"""Which graphs a package has: by its sidecars, and by the names of its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import InputError, NotDrivableError
+from harness.package import Component, Components, open_package
+
+
+def package(folder: Path, files: list[str], **sidecars: Any) -> Components:
+    """The components of a folder with these (empty) graphs and these sidecars, keyed by their stem."""
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    names = {"genai": "genai_config.json", "metadata": "inference_metadata.yaml"}
+    for key, content in sidecars.items():
+        (folder / names[key]).write_text(json.dumps(content), encoding="utf-8")
+    return open_package(folder).components
+
+
+def named(folder: Path, components: Components) -> tuple[dict[str, str], dict[str, str]]:
+    """Decoder and others, as name to path in the package."""
+    decoder, others = (
+        {part.name: part.graph.relative_to(folder).as_posix() for part in parts}
+        for parts in (components.decoder, components.others)
+    )
+    return decoder, others
+
+
+@pytest.mark.parametrize(
+    ("files", "decoder", "others"),
+    [
+        (["anything.onnx"], {"anything": "anything.onnx"}, {}),
+        (["model.onnx", "more.onnx"], {"model": "model.onnx"}, {}),
+        (["model.onnx", "decoder.onnx"], {"model": "model.onnx"}, {}),
+        (
+            [
+                "encoder_model.onnx",
+                "decoder_model_merged.onnx",
+                "decoder_model.onnx",
+                "decoder_with_past_model.onnx",
+            ],
+            {"decoder_model_merged": "decoder_model_merged.onnx"},
+            {"encoder_model": "encoder_model.onnx"},
+        ),
+        (
+            ["encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"],
+            {
+                "decoder_model": "decoder_model.onnx",
+                "decoder_with_past_model": "decoder_with_past_model.onnx",
+            },
+            {"encoder_model": "encoder_model.onnx"},
+        ),
+        (
+            ["onnx/embed_tokens.onnx", "onnx/decoder_model_merged.onnx", "onnx/vision_encoder.onnx"],
+            {"decoder_model_merged": "onnx/decoder_model_merged.onnx"},
+            {"embed_tokens": "onnx/embed_tokens.onnx", "vision_encoder": "onnx/vision_encoder.onnx"},
+        ),
+        (
+            ["vision/model.onnx", "embedding/model.onnx", "model/model.onnx"],
+            {"model": "model/model.onnx"},
+            {"embedding": "embedding/model.onnx", "vision": "vision/model.onnx"},
+        ),
+    ],
+)
+def test_names_of_files_and_folders(
+    tmp_path: Path, files: list[str], decoder: dict[str, str], others: dict[str, str]
+) -> None:
+    """The names that exporters give: a graph alone, the merged one before the pair, a folder a component."""
+    assert named(tmp_path, package(tmp_path, files)) == (decoder, others)
+
+
+def test_a_pair_takes_turns(tmp_path: Path) -> None:
+    """The graph without past runs at the first call alone, the other one at all others."""
+    first, later = package(tmp_path, ["decoder_model.onnx", "decoder_with_past_model.onnx"]).decoder
+
+    assert (first.name, first.on_prompt, first.on_steps) == ("decoder_model", True, False)
+    assert (later.name, later.on_prompt, later.on_steps) == ("decoder_with_past_model", False, True)
+
+
+def test_parts_of_a_pipeline_run_when_and_under_the_names_they_say(tmp_path: Path) -> None:
+    """`run_on_prompt`, `run_on_token_gen`, `output_names_forwarder`, in any grouping of the list."""
+    stages = [
+        {"a": {"filename": "a.onnx", "run_on_token_gen": False, "output_names_forwarder": {"x": "y"}}},
+        {"b": {"filename": "b.onnx", "run_on_prompt": False}, "c": {"filename": "c.onnx"}},
+    ]
+    config = {"model": {"decoder": {"pipeline": stages}}}
+
+    parts = package(tmp_path, ["a.onnx", "b.onnx", "c.onnx"], genai=config).decoder
+
+    assert [(part.name, part.on_prompt, part.on_steps) for part in parts] == [
+        ("a", True, False),
+        ("b", False, True),
+        ("c", True, True),
+    ]
+    assert parts[0].names_of("x") == ("x", "y")
+
+
+def test_an_output_is_known_under_the_names_that_others_give_it() -> None:
+    """Its own first; a template renames every layer, and nothing that only looks like one."""
+    component = Component(
+        "e", Path("e.onnx"), (("present_key_cross_%d", "past_key_cross_%d"), ("h", "states"))
+    )
+
+    assert component.names_of("present_key_cross_12") == ("present_key_cross_12", "past_key_cross_12")
+    assert component.names_of("h") == ("h", "states")
+    for other in ("present_key_cross_", "present_key_cross_1x", "xpresent_key_cross_1", "hh"):
+        assert component.names_of(other) == (other,)
+
+
+def test_what_the_decoder_calls_the_outputs_of_others(tmp_path: Path) -> None:
+    """Names of genai_config.json on both sides; where the decoder gives none, the usual one."""
+    config = {
+        "model": {
+            "decoder": {
+                "filename": "d.onnx",
+                "inputs": {"cross_past_key_names": "pkc_%d", "inputs_embeds": "e"},
+            },
+            "encoder": {
+                "filename": "enc.onnx",
+                "outputs": {"hidden_states": "h", "cross_present_key_names": "ckc_%d"},
+            },
+            "embedding": {"filename": "emb.onnx", "outputs": {"embeddings": "rows"}},
+        }
+    }
+
+    others = {part.name: part for part in package(tmp_path, ["d.onnx"], genai=config).others}
+
+    assert others["encoder"].names_of("h") == ("h", "encoder_hidden_states")
+    assert others["encoder"].names_of("ckc_0") == ("ckc_0", "pkc_0")
+    assert others["embedding"].names_of("rows") == ("rows", "e")
+
+
+def test_what_is_not_needed_need_not_be_there(tmp_path: Path) -> None:
+    """Others may be missing until a decoder needs them; a graph outside the package is refused at once."""
+    config: dict[str, Any] = {"model": {"decoder": {"filename": "d.onnx"}, "vision": {"filename": "v.onnx"}}}
+    assert [part.name for part in package(tmp_path, ["d.onnx"], genai=config).others] == ["vision"]
+
+    config["model"]["vision"]["filename"] = "../v.onnx"
+    with pytest.raises(InputError, match=r"model\.vision\.filename is '\.\./v\.onnx', which lies outside"):
+        package(tmp_path, [], genai=config)
+
+
+def test_a_strategy_says_which_of_two_decoders_is_meant(tmp_path: Path) -> None:
+    """Metadata may describe more graphs of type decoder than the pipeline decodes with."""
+    models = {name: {"filename": f"{name}.onnx", "type": "decoder"} for name in ("talker", "thinker")}
+    pipeline = {"models": models, "strategy": {"kind": "autoregressive", "decoder": "thinker"}}
+
+    found = package(tmp_path, ["talker.onnx", "thinker.onnx"], metadata={"pipeline": pipeline})
+
+    assert named(tmp_path, found) == ({"thinker": "thinker.onnx"}, {"talker": "talker.onnx"})
+
+
+def test_a_workflow_names_what_steps_hand_on(tmp_path: Path) -> None:
+    """However deep the invocations stand; only what one component gives another has two names."""
+    steps = [
+        {
+            "kind": "loop",
+            "steps": [
+                {
+                    "kind": "invoke",
+                    "component": "encoder",
+                    "inputs": {"x": "request"},
+                    "outputs": {"y": "value"},
+                },
+                {
+                    "kind": "branch",
+                    "then": {"kind": "invoke", "component": "decoder", "inputs": {"z": "value"}},
+                },
+            ],
+        }
+    ]
+    components = {
+        "encoder": {"implementation": {"artifact": "enc.onnx"}},
+        "sampler": {"implementation": {"artifact": "sampler.json"}},
+        "decoder": {
+            "implementation": {"artifact": "dec.onnx"},
+            "ports": {"roles": {"t": "token_ids", "l": "logits"}},
+        },
+    }
+    metadata = {"pipeline": {"workflow": {"components": components, "steps": steps}}}
+
+    found = package(tmp_path, ["enc.onnx", "dec.onnx"], metadata=metadata)
+
+    assert named(tmp_path, found) == ({"decoder": "dec.onnx"}, {"encoder": "enc.onnx"})
+    assert found.others[0].names_of("y") == ("y", "z")
+
+
+@pytest.mark.parametrize("word", ["speculative", "diffusion"])
+def test_workflows_of_other_kinds_are_refused_by_name(tmp_path: Path, word: str) -> None:
+    """By the contract of the component that gives the kind away."""
+    components = {"policy": {"contract": {"id": f"onnx-genai.{word}-step"}}}
+
+    with pytest.raises(NotDrivableError, match=rf"a workflow of {word} ?(decoding)? \(policy: "):
+        package(tmp_path, ["model.onnx"], metadata={"pipeline": {"workflow": {"components": components}}})
