@@ -7,9 +7,10 @@ from each file as they are for a user's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from fixtures.cache_forms import (
     FakeQuantised,
     Fused,
     GrownState,
+    HalfStates,
     Lengths,
     Merged,
     OneToken,
@@ -35,8 +37,11 @@ from fixtures.cache_forms import (
 from fixtures.decoder_graphs import CacheForm
 from fixtures.decoders import TinyDecoder
 from fixtures.sessions import SESSION_KINDS, open_session
+from harness.decode.diagnose import first_non_finite
+from harness.decode.feeds import plan_feeds
 from harness.decode.loop import forced_decode, greedy_decode, one_pass_decode
 from harness.decode.trace import Trace
+from harness.engines.base import Session, TensorHandle
 from harness.package import open_package
 from harness.ports import read_ports
 from harness.topology.resolve import resolve_package
@@ -99,6 +104,7 @@ CASES = {
     ),
     "three planes of positions": Case(tiny("ara", seed=3), Planes),
     "a window of states": Case(tiny("rar", seed=4), StateWindow),
+    "states in half precision": Case(tiny("rar", seed=4), HalfStates, lambda: HalfStates(kept=False)),
     "a state that grows": Case(tiny("cac", seed=0), GrownState, one_pass=False),
     "pure states, one token": Case(tiny("rr", seed=0), OneToken, one_pass=False),
     "one token": Case(tiny("ra", seed=5), OneToken, one_pass=False),
@@ -214,3 +220,61 @@ def test_every_decode_starts_afresh(name: str, tmp_path: Path) -> None:
     again = greedy_decode(session, topology, PROMPT, max_new_tokens=8)
 
     assert again.steps == first.steps
+
+
+class Spy:
+    """A session that notes what each call is fed, what it is asked for and what it gives."""
+
+    def __init__(self, inner: Session) -> None:
+        self._inner = inner
+        self.calls: list[tuple[Mapping[str, TensorHandle], Sequence[str], dict[str, TensorHandle]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "copy_out", "a decode copies nothing out"
+        return getattr(self._inner, name)
+
+    def run(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> dict[str, TensorHandle]:
+        """Run, and note."""
+        found = self._inner.run(feeds, outputs)
+        self.calls.append((feeds, outputs, found))
+        return found
+
+
+@cases
+def test_what_a_call_gives_is_what_the_next_is_fed(name: str, tmp_path: Path) -> None:
+    """The very handle of each cache goes back to its port: nothing is copied, whatever the kind."""
+    case = CASES[name]
+    model, topology = saved(case, tmp_path / "form")
+    spy: Any = Spy(open_session("ort-cpu", model))
+    plan = plan_feeds(topology, read_ports(model))
+    back = {
+        source: target
+        for cache in plan.caches
+        for source, target in zip(cache.inputs, cache.outputs, strict=True)
+    }
+
+    greedy_decode(spy, topology, PROMPT, max_new_tokens=4)
+
+    assert back
+    for (_, _, given), (fed, _, _) in zip(spy.calls, spy.calls[1:], strict=False):
+        for source, target in back.items():
+            assert fed[source] is given[target]
+
+
+def test_a_prompt_that_is_fed_in_turn_gives_logits_once(tmp_path: Path) -> None:
+    """Only the last of its calls is asked for them; after that every call is."""
+    model, topology = saved(CASES["one token"], tmp_path / "form")
+    spy: Any = Spy(open_session("ort-cpu", model))
+
+    trace = greedy_decode(spy, topology, PROMPT, max_new_tokens=3)
+
+    assert len(trace.steps) == 3
+    asked = ["logits" in outputs for _, outputs, _ in spy.calls]
+    assert asked == [False] * (len(PROMPT) - 1) + [True] * 3
+
+
+def test_where_one_call_takes_one_token_no_pass_is_looked_into(tmp_path: Path) -> None:
+    """Looking for the first node that is not finite takes one pass; here there is none."""
+    model, topology = saved(CASES["one token"], tmp_path / "form")
+
+    assert first_non_finite(open_session("oracle", model), topology, PROMPT) is None
