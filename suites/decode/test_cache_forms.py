@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnx import TensorProto
 
 from fixtures.cache_forms import (
@@ -180,6 +182,49 @@ def test_another_form_decodes_the_same_tokens(
         assert trace.token_ids == case.decoder.greedy(prompt, NEW_TOKENS)
 
 
+FREE_FORMS: dict[str, tuple[Callable[[], CacheForm], bool]] = {
+    "fused": (Fused, True),
+    "static": (lambda: Static(capacity=40), False),
+    "static, heads": (lambda: Static(capacity="capacity", heads=True), False),
+    "lengths": (lambda: Lengths(total="total_seq_len"), False),
+    "planes": (Planes, True),
+    "a window of states": (StateWindow, True),
+    "a state that grows": (GrownState, True),
+    "one token": (OneToken, True),
+    "no batch": (Unbatched, True),
+    "two branches": (Merged, True),
+    "a width that is a symbol": (WithHeads, True),
+}
+"""Forms that any decoder can have, each with whether it has a mask."""
+
+tokens = st.lists(st.integers(0, 28), min_size=1, max_size=9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FREE_FORMS)),
+    layers=st.tuples(st.text("arc", max_size=2), st.text("arc", max_size=1)).map("a".join),
+    seed=st.integers(0, 2**16),
+    prompt=tokens,
+    follow=tokens,
+)
+def test_any_decoder_sees_in_another_form_what_it_sees_in_the_plain_one(
+    name: str, layers: str, seed: int, prompt: list[int], follow: list[int], tmp_path_factory: Any
+) -> None:
+    """Whatever its layers and weights, and whatever tokens it is made to follow: the same logits at each."""
+    make, mask = FREE_FORMS[name]
+    case = Case(tiny(layers, seed=seed, mask=mask), make)
+    folder = tmp_path_factory.mktemp("any")
+    model, topology = saved(case, folder / "form")
+    expected = case.decoder.logits([*prompt, *follow[:-1]])[len(prompt) - 1 :]
+
+    trace = forced_decode(open_session("ort-cpu", model), topology, prompt, follow, top_k=29)
+
+    assert trace.failure is None
+    for step, row in zip(trace.steps, expected, strict=True):
+        assert np.allclose(step.values, row[list(step.token_ids)], atol=TOLERANCE)
+
+
 @cases
 def test_one_pass_is_right_or_is_not_done(name: str, tmp_path: Path) -> None:
     """What the oracle sees in one pass is what it sees in steps; where it could not be, there is no pass."""
@@ -256,9 +301,9 @@ def test_what_a_call_gives_is_what_the_next_is_fed(name: str, tmp_path: Path) ->
     greedy_decode(spy, topology, PROMPT, max_new_tokens=4)
 
     assert back
-    for (_, _, given), (fed, _, _) in zip(spy.calls, spy.calls[1:], strict=False):
+    for (_, _, came), (fed, _, _) in zip(spy.calls, spy.calls[1:], strict=False):
         for source, target in back.items():
-            assert fed[source] is given[target]
+            assert fed[source] is came[target]
 
 
 def test_a_prompt_that_is_fed_in_turn_gives_logits_once(tmp_path: Path) -> None:
