@@ -215,11 +215,15 @@ class _Nodes:
                     self._makers[node.outputs[0]] = node
 
     def _note_fixed(self, node: Node, fixed: Mapping[str, bool]) -> None:
-        """A grouped attention writes into a buffer that is long enough, or rolls one where it is told to."""
+        """A grouped attention writes into a buffer that is long enough, or rolls one where it is told to.
+
+        One that rolls without a window keeps nobody knows how much, and nothing is noted.
+        """
+        window = node.integers.get("local_window_size", 0)
         for position in _ATTENTION[_GROUPED].pasts:
             for name in node.inputs[position : position + 1]:
                 if name in fixed and node.integers.get("sliding_window_cache"):
-                    self.windows[name] = node.integers.get("local_window_size", 0)
+                    self.windows |= {name: window} if window > 0 else {}
                 elif fixed.get(name):
                     self.row_axes[name] = _ROWS
 

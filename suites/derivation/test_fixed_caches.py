@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
@@ -18,9 +19,15 @@ KEY, VALUE = "past_key_values.0.key", "past_key_values.0.value"
 
 
 def facts_of(
-    folder: Path, before: Sequence[Any], after: Sequence[Any], *, operator: str, **attributes: int
+    folder: Path,
+    before: Sequence[Any],
+    after: Sequence[Any],
+    *,
+    operator: str,
+    more: Sequence[onnx.NodeProto] = (),
+    **attributes: int,
 ) -> GraphFacts:
-    """The facts about a decoder whose one attention takes caches of these shapes."""
+    """The facts about a decoder whose one attention takes caches of these shapes, with `more` nodes."""
 
     def value(name: str, shape: Sequence[Any], dtype: int = TensorProto.FLOAT) -> Any:
         return helper.make_tensor_value_info(name, dtype, shape)
@@ -36,7 +43,7 @@ def facts_of(
         **attributes,
     )
     graph = helper.make_graph(
-        [node, helper.make_node("MatMul", ["context", "head"], ["logits"])],
+        [node, *more, helper.make_node("MatMul", ["context", "head"], ["logits"])],
         "decoder",
         [value("input_ids", ["batch", "new"], TensorProto.INT64), value(KEY, before), value(VALUE, before)],
         [
@@ -96,3 +103,26 @@ def test_a_cache_that_grows_is_none_of_these(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, before, after, **GROUPED, sliding_window_cache=1, local_window_size=12)
 
     assert facts == GraphFacts()
+
+
+@pytest.mark.parametrize(("window", "known"), [({"local_window_size": 1}, True), ({}, False)])
+def test_an_attention_that_rolls_without_a_window_says_nothing(
+    window: dict[str, int], known: bool, tmp_path: Path
+) -> None:
+    """How much of the cache it keeps is not known; a window of one row is one."""
+    facts = facts_of(tmp_path, FIXED, FIXED, **GROUPED, sliding_window_cache=1, **window)
+
+    assert facts == GraphFacts(windows={KEY: 1, VALUE: 1} if known else {})
+
+
+def test_a_cache_outside_its_slots_is_not_written(tmp_path: Path) -> None:
+    """After the slots of keys and values come lengths, whatever stands there."""
+    node = helper.make_node(
+        "GroupQueryAttention",
+        ["q", "k", "v", "", "", KEY],
+        ["context"],
+        domain="com.microsoft",
+        kv_num_heads=2,
+    )
+
+    assert facts_of(tmp_path, FIXED, FIXED, operator="Attention", more=[node]) == GraphFacts()
