@@ -9,7 +9,7 @@ the features of images or sounds is given none.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -124,7 +124,7 @@ class _Assembler:
                 inputs=self._inputs(inventory, steps),
                 outputs={port.name: tuple(givers_of(port.name, decoder)) for port in inventory.outputs},
                 ports=inventory.outputs,
-                caches=frozenset({*topology.kv_inputs, *(pair.input for pair in topology.state_pairs)}),
+                caches=frozenset(_caches(topology)),
                 notes=self._notes,
             ),
             tuple(self._given.values()),
@@ -390,6 +390,15 @@ class _Assembler:
             wire.first.name for step in steps for wire in step.wires.values() if isinstance(wire.first, Feed)
         }
         return tuple(port for name, port in ports.items() if name in fed)
+
+
+def _caches(topology: Topology) -> Iterator[str]:
+    """The inputs that are fresh at the first call of a decode, and at no other."""
+    scales = {port.name for port in topology.roles if port.role is Role.KV_SCALE}
+    yield from (name for name in topology.kv_inputs if name not in scales)
+    yield from (pair.input for pair in topology.state_pairs)
+    for buffers in ("key_cache_inputs", "value_cache_inputs"):
+        yield from (topology.static_cache or {}).get(buffers, ())
 
 
 def _step(part: Part, wires: Mapping[str, Wire], *, once: bool = False) -> Step:

@@ -172,7 +172,7 @@ def _made_up_shape(each: GivenInput, lengths: dict[str, int], config: Mapping[st
         symbol = str(extent)
         known = extent if isinstance(extent, int) else _batch(extent, axis) or lengths.get(symbol)
         if known is None:
-            known = _configured(symbol, config, features=len(shape or ()) == 3)
+            known = _configured(symbol, shape or (), config)
         if known is None:
             lengths_made_up.append(symbol)
             known = SEEDED_LENGTH
@@ -188,12 +188,13 @@ def _made_up_shape(each: GivenInput, lengths: dict[str, int], config: Mapping[st
     return tuple(extents)
 
 
-def _configured(symbol: str, config: Mapping[str, Any], *, features: bool) -> int | None:
-    """What `config.json` says about an axis of that name."""
+def _configured(symbol: str, shape: Sequence[Dimension], config: Mapping[str, Any]) -> int | None:
+    """What `config.json` says about an axis of that name; beside an axis of mel bins, about the frames."""
     value = config.get(_CHANNELS.get(symbol, ""))
-    frames = config.get("max_source_positions")
-    if value is None and features and "num_mel_bins" in config and isinstance(frames, int):
-        value = 2 * frames  # the first convolutions of such encoders halve the frames
+    bins, places = config.get("num_mel_bins"), config.get("max_source_positions")
+    is_spectrum = any(_CHANNELS.get(str(extent)) == "num_mel_bins" or extent == bins for extent in shape)
+    if value is None and is_spectrum and isinstance(places, int) and isinstance(bins, int):
+        value = 2 * places  # the convolutions that such encoders begin with halve the frames
     return value if isinstance(value, int) else None
 
 

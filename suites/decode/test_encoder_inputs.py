@@ -1,0 +1,126 @@
+"""What encoders are given: shapes that the graph or its configuration settles, and the same numbers always."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
+
+from harness.decode.assembling import GivenInput, GivenKind
+from harness.decode.encoder_inputs import SEEDED_LENGTH, given_values, source_feeds
+from harness.errors import InputError
+from harness.ports import Dimension, Port
+
+WHISPER = {"num_mel_bins": 80, "max_source_positions": 1500}
+
+
+def given(name: str, *shape: Dimension, dtype: str = "float32", kind: GivenKind = "features") -> GivenInput:
+    """An input of an encoder called `e`."""
+    return GivenInput(Port(f"e.{name}", dtype, shape), name, kind, f"{name} of e")
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "made_up"),
+    [
+        ((1, 80, 3000), {}, (1, 80, 3000)),
+        (("batch", "frames", 8), {}, (1, SEEDED_LENGTH, 8)),
+        ((None, None, 8), {}, (1, SEEDED_LENGTH, 8)),
+        (("s0", 4, 1500, 16), {}, (1, 4, 1500, 16)),
+        # Optimum's spelling of what a Whisper encoder takes: two extents that only the configuration knows.
+        (("batch_size", "feature_size", "encoder_sequence_length"), WHISPER, (1, 80, 3000)),
+        (("batch_size", 80, "frames"), WHISPER, (1, 80, 3000)),
+        # What it gives has no mel bins, so that its length is no number of frames.
+        (("batch_size", "encoder_sequence_length", 64), WHISPER, (1, SEEDED_LENGTH, 64)),
+        (("batch", "num_channels", 32, 32), {"num_channels": 3}, (1, 3, 32, 32)),
+    ],
+)
+def test_shapes_that_are_made_up(
+    shape: tuple[Dimension, ...], config: dict[str, Any], made_up: tuple[int, ...]
+) -> None:
+    """What the graph says, what the configuration says, a batch of one, and one open length."""
+    values = given_values([given("x", *shape)], file=None, seed=0, config=config)
+
+    assert values.feeds["e.x"].shape == made_up
+    assert values.origin == f"made up from seed 0: x {list(made_up)}"
+
+
+@pytest.mark.parametrize("shape", [("batch", "channels", "height", "width"), ("batch", "feature_size", "n")])
+def test_what_cannot_be_made_up_is_asked_for(shape: tuple[Dimension, ...]) -> None:
+    """Two open lengths could be anything: the axes are named, and the option that gives the numbers."""
+    with pytest.raises(InputError, match=rf"axes {shape[1]}, .* of \[batch, .*--inputs"):
+        given_values([given("x", *shape)], file=None, seed=0)
+
+
+@drawn(st.integers(0, 2**40), st.integers(0, 2**40))
+def test_numbers_follow_from_seed_and_name_alone(seed: int, other: int) -> None:
+    """The same for one seed, whatever else is given; others for another seed, and for another input."""
+    x, y = given("x", "batch", "n", 4), given("y", "batch", "n", 4)
+
+    alone = given_values([x], file=None, seed=seed).feeds
+    both = given_values([y, x], file=None, seed=seed).feeds
+    again = given_values([x], file=None, seed=other).feeds
+
+    assert np.array_equal(alone["e.x"], both["e.x"])
+    assert not np.array_equal(both["e.x"], both["e.y"])
+    assert np.array_equal(alone["e.x"], again["e.x"]) == (seed % 2**32 == other % 2**32)
+
+
+def test_numbers_are_the_same_on_every_machine() -> None:
+    """The first of them, as numpy's frozen generator gave them when this was written."""
+    (value,) = given_values([given("x", 1, 3)], file=None, seed=0).feeds.values()
+
+    assert value.dtype == np.float32
+    assert np.allclose(value, [[0.05924706, 1.7499763, -0.6978251]], atol=1e-6)
+
+
+def test_masks_hide_nothing_and_are_as_long_as_what_they_are_of(tmp_path: Path) -> None:
+    """Whether made up or in a file; one that the file gives is taken."""
+    x, mask = given("x", "batch", "n", 4), given("mask", "batch", "m", dtype="int64", kind="mask")
+    np.savez(tmp_path / "x.npz", x=np.zeros((1, 7, 4), np.float32))
+    np.savez(tmp_path / "both.npz", x=np.zeros((1, 2, 4), np.float32), mask=np.array([[1, 0]]))
+
+    made_up = given_values([x, mask], file=None, seed=0).feeds["e.mask"]
+    beside = given_values([mask, x], file=tmp_path / "x.npz", seed=0).feeds["e.mask"]
+    own = given_values([x, mask], file=tmp_path / "both.npz", seed=0).feeds["e.mask"]
+
+    assert made_up.tolist() == [[1] * SEEDED_LENGTH]
+    assert beside.tolist() == [[1] * 7]
+    assert own.tolist() == [[1, 0]]
+    assert made_up.dtype == np.int64
+
+
+def test_arrays_of_one_length_must_agree(tmp_path: Path) -> None:
+    """Axes that the graph spells alike have one extent; the second array that says otherwise is named."""
+    np.savez(tmp_path / "f.npz", x=np.zeros((1, 7, 4), np.float32), y=np.zeros((1, 6, 4), np.float32))
+
+    with pytest.raises(InputError, match=r"has y as float32 \[1, 6, 4\]"):
+        given_values(
+            [given("x", "batch", "n", 4), given("y", "batch", "n", 4)], file=tmp_path / "f.npz", seed=0
+        )
+
+
+def test_arrays_may_have_the_names_of_the_whole(tmp_path: Path) -> None:
+    """Where two graphs have an input of one name, the component before it tells them apart."""
+    np.savez(tmp_path / "f.npz", **{"e.x": np.ones((1, 2), np.float32)})
+
+    assert given_values([given("x", 1, 2)], file=tmp_path / "f.npz", seed=0).feeds["e.x"].tolist() == [[1, 1]]
+
+
+def test_a_source_text_fills_tokens_and_mask() -> None:
+    """In the dtypes of the graph; features beside it are not touched."""
+    inputs = [
+        given("ids", "batch", "n", dtype="int32", kind="tokens"),
+        given("mask", "batch", "n", dtype="int64", kind="mask"),
+        given("style", 1, 4),
+    ]
+
+    feeds = source_feeds(inputs, (4, 5, 6))
+
+    assert {name: (array.dtype.name, array.tolist()) for name, array in feeds.items()} == {
+        "e.ids": ("int32", [[4, 5, 6]]),
+        "e.mask": ("int64", [[1, 1, 1]]),
+    }
