@@ -118,8 +118,11 @@ def _notes(
         return {}
     runs = any(step.when == "once" for step in assembly.wiring.steps)
     inputs = [text for text in ("the prompt" if takes_source else None, origin) if text is not None]
-    return {
+    notes = {
         "encoder": "runs once" if runs else "is not in the package",
         "encoder_inputs" if runs else "encoder_outputs": "; ".join(inputs),
-        "decoder_prefix": " ".join(map(str, prefix)),
     }
+    if takes_source:
+        # Elsewhere it stands at the beginning of the prompt's IDs.
+        notes["decoder_prefix"] = " ".join(map(str, prefix))
+    return notes

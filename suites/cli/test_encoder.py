@@ -63,7 +63,6 @@ def test_a_decoder_of_features_needs_no_prompt(tmp_path: Path, capsys: pytest.Ca
         assert settings["graphs"] == "encoder_model.onnx, decoder_model_merged.onnx"
         assert settings["encoder"] == "runs once"
         assert settings["encoder_inputs"] == "f.npz: audio_features [1, 5, 8]"
-        assert settings["decoder_prefix"] == "3 1"
 
 
 def test_features_that_nobody_gives_are_made_up_and_the_report_says_so(

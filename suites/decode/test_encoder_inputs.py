@@ -1,4 +1,4 @@
-"""What encoders are given: shapes that the graph or its configuration settles, and the same numbers always."""
+"""What encoders are given: shapes that the graph or its configuration settles, the same numbers each time."""
 
 from __future__ import annotations
 
