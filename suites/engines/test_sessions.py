@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,10 @@ kinds = pytest.mark.parametrize("kind", SESSION_KINDS)
 
 
 @pytest.fixture(scope="module")
-def identity(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Session]:
+def identity(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Session]]:
     """A session whose output `y` is its input `x`, by session kind, dtype and rank."""
     folder = tmp_path_factory.mktemp("identity")
+    sessions: list[Session] = []
 
     @cache
     def opened(kind: str, dtype: str, rank: int) -> Session:
@@ -51,9 +52,12 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Session]
             [helper.make_tensor_value_info("x", element_type, shape)],
             [helper.make_tensor_value_info("y", element_type, shape)],
         )
-        return open_session(kind, path)
+        sessions.append(open_session(kind, path))
+        return sessions[-1]
 
-    return opened
+    yield opened
+    for session in sessions:
+        session.close()
 
 
 @pytest.fixture(scope="module")

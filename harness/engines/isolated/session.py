@@ -1,13 +1,14 @@
 """A session in another process, behind the session protocol.
 
 Handles are numbers of tensors that stay in the worker. `place` and `zeros` take no round trip: they travel
-with the next call, as does what was dropped meanwhile. A step of decoding is two round trips.
+with the next call, as does what was dropped meanwhile. A reduction that followed the last run is done along
+with the next one, and names of ports cross once, so that a step of decoding is one short question.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from harness.engines.base import SessionInfo, TensorHandle, TopLogits
 from harness.engines.isolated.arena import aligned
@@ -24,13 +25,19 @@ if TYPE_CHECKING:
 __all__ = ["IsolatedHandle", "IsolatedSession"]
 
 
+_Reduction: TypeAlias = tuple[int, tuple[int, ...] | None]
+"""How many of the largest logits, and at which positions."""
+
+
 class IsolatedHandle:
     """The number of a tensor in a worker, which keeps it as long as this handle lives."""
 
-    __slots__ = ("_dropped", "_dtype", "_shape", "number")
+    __slots__ = ("_dropped", "_dtype", "_shape", "number", "tops")
 
     def __init__(self, number: int, dtype: str, shape: tuple[int, ...], dropped: list[int]) -> None:
         self.number = number
+        self.tops: tuple[_Reduction, list[TopLogits]] | None = None
+        """A reduction that was done already, and what it gave."""
         self._dtype = dtype
         self._shape = shape
         self._dropped = dropped
@@ -65,6 +72,9 @@ class IsolatedSession:
         self._dropped: list[int] = []
         self._new: list[tuple[int, str, tuple[int, ...], int | None]] = []
         self._used = 0
+        self._signatures: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+        self._last: dict[int, str] = {}
+        self._expected: tuple[str, _Reduction] | None = None
 
     @property
     def inventory(self) -> PortInventory:
@@ -92,28 +102,42 @@ class IsolatedSession:
     def run(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> dict[str, TensorHandle]:
         """Run the graph once; see `harness.engines.base.Session.run`."""
         first, self._count = self._count, self._count + len(outputs)
-        numbers = {name: cast("IsolatedHandle", handle).number for name, handle in feeds.items()}
-        answer = self._ask(
-            "running", {"ask": "run", "feeds": numbers, "outputs": list(outputs), "first": first}
-        )
+        numbers = [cast("IsolatedHandle", handle).number for handle in feeds.values()]
+        names = tuple(feeds), tuple(outputs)
+        question = {"ask": "run", "feeds": numbers, "first": first, "signature": self._signatures.get(names)}
+        if names not in self._signatures:
+            question["names"] = names
+            self._signatures[names] = question["signature"] = len(self._signatures)
+        if self._expected is not None and self._expected[0] in names[1]:
+            question["expected"] = self._expected
+        answer = self._ask("running", question)
+        self._last = dict(enumerate(outputs, first))
         try:
-            return {
-                name: IsolatedHandle(number, dtype, tuple(shape), self._dropped)
-                for number, (name, (dtype, shape)) in enumerate(
-                    zip(outputs, answer["outputs"], strict=True), first
-                )
-            }
-        except (KeyError, TypeError, ValueError):
+            kinds = [(dtype, tuple(shape)) for dtype, shape in answer["kinds"]]
+            made = {}
+            for number, (name, kind) in enumerate(zip(outputs, answer["outputs"], strict=True), first):
+                dtype, shape = kinds[kind]
+                made[name] = IsolatedHandle(number, dtype, shape, self._dropped)
+            if self._expected is not None and "tops" in answer:
+                output, reduction = self._expected
+                made[output].tops = reduction, [top_from(top) for top in answer["tops"]]
+        except (IndexError, KeyError, TypeError, ValueError):
             self._live().malformed("running")
+        return dict(made)
 
     def top_logits(
         self, logits: TensorHandle, *, k: int, positions: Sequence[int] | None = None
     ) -> list[TopLogits]:
         """The largest logits, reduced in the worker; see `harness.engines.base.Session.top_logits`."""
+        self._live()
         handle = cast("IsolatedHandle", logits)
+        reduction = k, None if positions is None else tuple(int(position) for position in positions)
+        if handle.tops is not None and handle.tops[0] == reduction:
+            return list(handle.tops[1])
         _check_reduction(handle.shape, k, positions)
-        wanted = None if positions is None else [int(position) for position in positions]
-        question = {"ask": "top", "handle": handle.number, "k": k, "positions": wanted}
+        if handle.number in self._last:
+            self._expected = self._last[handle.number], reduction
+        question = {"ask": "top", "handle": handle.number, "reduction": reduction}
         answer = self._ask("reducing logits", question)
         try:
             return [top_from(top) for top in answer["tops"]]

@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from harness.engines.base import Engine, Session, TensorHandle
 from harness.engines.isolated.arena import Arena
@@ -73,6 +74,7 @@ class _Worker:
         self._name = "the engine"
         self._session: Session | None = None
         self._handles: dict[int, TensorHandle] = {}
+        self._signatures: dict[int, tuple[list[str], list[str]]] = {}
         self._answers: dict[str, Callable[[Document], Document]] = {
             "open": self._open,
             "run": self._run,
@@ -120,16 +122,29 @@ class _Worker:
         return self._live.place(self._arena.read(offset, shape, numpy_dtype(dtype)))
 
     def _run(self, question: Document) -> Document:
-        feeds = {name: self._handles[number] for name, number in question["feeds"].items()}
-        results = self._live.run(feeds, question["outputs"])
-        made = [results[name] for name in question["outputs"]]
+        if "names" in question:
+            self._signatures[question["signature"]] = question["names"]
+        inputs, outputs = self._signatures[question["signature"]]
+        feeds = {name: self._handles[number] for name, number in zip(inputs, question["feeds"], strict=True)}
+        results = self._live.run(feeds, outputs)
+        made = [results[name] for name in outputs]
         self._handles.update(enumerate(made, question["first"]))
-        return {"outputs": [[handle.dtype, handle.shape] for handle in made]}
+        kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+        of = [kinds.setdefault((handle.dtype, handle.shape), len(kinds)) for handle in made]
+        answer: Document = {"outputs": of, "kinds": list(kinds)}
+        if "expected" in question:
+            # Nobody has asked yet: should it fail, it fails when somebody does.
+            with contextlib.suppress(Exception):
+                output, (k, positions) = question["expected"]
+                answer["tops"] = self._tops(results[output], k, positions)
+        return answer
 
     def _top(self, question: Document) -> Document:
-        handle = self._handles[question["handle"]]
-        tops = self._live.top_logits(handle, k=question["k"], positions=question["positions"])
-        return {"tops": [top_document(top) for top in tops]}
+        k, positions = question["reduction"]
+        return {"tops": self._tops(self._handles[question["handle"]], k, positions)}
+
+    def _tops(self, handle: TensorHandle, k: int, positions: list[int] | None) -> list[Any]:
+        return [top_document(top) for top in self._live.top_logits(handle, k=k, positions=positions)]
 
     def _copy(self, question: Document) -> Document:
         array = self._live.copy_out(self._handles[question["handle"]])
