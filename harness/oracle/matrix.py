@@ -31,7 +31,7 @@ _WORTH_TWO_TILES = 26
 _FEW = 8
 """Tokens up to which a weight that is columns of the file is faster as `x @ B`."""
 
-_MANY = 64
+_MANY = 96
 """Tokens from which turning the product costs more than BLAS gains by it."""
 
 _MOST_COLUMNS = 2048

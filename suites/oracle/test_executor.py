@@ -117,7 +117,7 @@ def test_only_what_the_wanted_outputs_need_is_computed_and_fed(tmp_path: Path) -
         model.run({"x": x}, ["good", "bad"])
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("tokens", [1, 5, 100])
 def test_products_of_one_value_are_carried_out_together(tokens: int, tmp_path: Path) -> None:
     """Query, key and value as one instruction give what each gives alone; other products stay by themselves.
 
