@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from harness.engines.base import EngineOption, OptionValue
 from harness.errors import InputError
 
-__all__ = ["Choice", "Count", "complete"]
+__all__ = ["Choice", "Count", "Text", "complete"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,27 @@ class Choice:
         """The choice that `value` names; None where it names none."""
         text = str(value)
         return text if text in self.choices else None
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Any text without a comma; empty by default."""
+
+    help: str
+
+    @property
+    def default(self) -> str:
+        """Empty."""
+        return ""
+
+    @property
+    def expected(self) -> str:
+        """What it may be, in words."""
+        return "text without a comma"
+
+    def read(self, value: OptionValue) -> OptionValue | None:
+        """The text."""
+        return str(value)
 
 
 def complete(

@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from harness.engines.base import Availability, Engine, EngineOption, OptionValue, SessionInfo
-from harness.engines.options import Choice, Count, complete
+from harness.engines.options import Choice, Count, Text, complete
 from harness.engines.ort_device import DevicePrograms
 from harness.engines.ort_placement import CPU_PROVIDER, placement_of, require_on_device
+from harness.engines.ort_plugin import plugin_devices
 from harness.engines.ort_runtime import (
     CUDA_PROVIDER,
     captured_stderr,
@@ -49,27 +50,49 @@ class OrtCpuEngine:
 
     name: str = "ort-cpu"
     description: str = "ONNX Runtime on the CPU"
-    options: Mapping[str, EngineOption] = field(default_factory=lambda: MappingProxyType(_COMMON_OPTIONS))
+    options: Mapping[str, EngineOption] = field(
+        default_factory=lambda: MappingProxyType(
+            _COMMON_OPTIONS
+            | {
+                "provider": Text("execution provider of a library, instead of the built-in one"),
+                "library": Text("path of the library that has it"),
+            }
+        )
+    )
 
     def availability(self) -> Availability:
         """Whether exactly one working distribution of ONNX Runtime is installed."""
         return cpu_availability()
 
     def open(self, model: Path, options: Mapping[str, OptionValue]) -> OrtSession:
-        """Load `model`; see `harness.engines.base.Engine.open`."""
-        settings = _session_settings(complete(self.name, self.options, options))
+        """Load `model`; see `harness.engines.base.Engine.open`.
+
+        Raises:
+            InvalidRunError: real work runs elsewhere than on the provider of a library that was asked for.
+        """
+        values = complete(self.name, self.options, options)
+        settings = _session_settings(values)
+        provider, library = str(values["provider"]), str(values["library"])
         runtime = load_runtime()
+        session_options, chosen = _session_options(runtime, settings), {"providers": [CPU_PROVIDER]}
+        if provider or library:
+            devices = plugin_devices(runtime, engine=self.name, library=library, provider=provider)
+            session_options.add_provider_for_devices(devices, {})
+            version = str(devices[0].ep_metadata.get("version", ""))
+            settings |= {"provider": provider, "provider_version": version}
+            chosen = {}
         try:
-            session = runtime.InferenceSession(
-                str(model), _session_options(runtime, settings), providers=[CPU_PROVIDER]
-            )
+            session = runtime.InferenceSession(str(model), session_options, **chosen)
         except Exception as error:  # ONNX Runtime raises RuntimeError and ten classes of its own
             raise session_error(self.name, str(model), error) from error
+        placement = placement_of(session)
+        if provider:
+            require_on_device(provider, placement)
         info = SessionInfo(
             engine=self.name,
             version=runtime.__version__,
             settings=settings,
-            placement=placement_of(session),
+            placement=placement,
             mode="eager",
         )
         return OrtSession(runtime, session, info=info)

@@ -1,4 +1,4 @@
-"""Where ONNX Runtime put the nodes of a graph, and whether that makes a CUDA run a CUDA run."""
+"""Where ONNX Runtime put the nodes of a graph, and whether a run on a provider ran on that provider."""
 
 from __future__ import annotations
 

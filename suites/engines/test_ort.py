@@ -186,6 +186,81 @@ def test_real_work_on_the_cpu_is_an_invalid_run(placement: dict[str, dict[str, i
     assert caught.value.exit_code == 6
 
 
+@pytest.fixture(scope="module")
+def plugin() -> str:
+    """The path of a provider library that needs nothing but a CPU."""
+    try:
+        import nxrt_ep_cpu
+    except ImportError:
+        pytest.skip("the package nxrt-ep-cpu is not installed: `pip install --pre --no-deps nxrt-ep-cpu`.")
+    return str(nxrt_ep_cpu.get_library_path())
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A product and an activation, which any provider has."""
+    real = TensorProto.FLOAT
+    return save_graph(
+        tmp_path / "model.onnx",
+        [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Relu", ["a"], ["y"])],
+        [helper.make_tensor_value_info("x", real, ["n", 2])],
+        [helper.make_tensor_value_info("y", real, ["n", 2])],
+        {"w": np.array([[1, -2], [3, -4]], np.float32)},
+    )
+
+
+def test_a_provider_of_a_library_runs_and_is_reported(plugin: str, plain: Path) -> None:
+    """Every node is there, the settings name it with its version, and a second session opens as well."""
+    for _ in range(2):
+        session = CPU_ENGINE.open(plain, {"provider": "cpu_ep", "library": plugin})
+        assert session.info.placement == {"providers": {"cpu_ep": {"MatMul": 1, "Relu": 1}}}
+        assert session.info.settings["provider"] == "cpu_ep"
+        assert session.info.settings["provider_version"]
+        placed = session.place(np.array([[1, 1]], np.float32))
+        assert session.copy_out(session.run({"x": placed}, ["y"])["y"]).tolist() == [[4.0, 0.0]]
+
+
+def test_a_provider_that_leaves_work_to_another_is_an_invalid_run(plugin: str, tmp_path: Path) -> None:
+    """It has no kernel for a determinant: what ran on the built-in provider is named."""
+    real = TensorProto.FLOAT
+    model = save_graph(
+        tmp_path / "model.onnx",
+        [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Det", ["a"], ["y"])],
+        [helper.make_tensor_value_info("x", real, ["n", 2, 2])],
+        [helper.make_tensor_value_info("y", real, ["n"])],
+    )
+    with pytest.raises(InvalidRunError, match=r"cpu_ep was asked for, .*1 Det on CPUExecutionProvider"):
+        CPU_ENGINE.open(model, {"provider": "cpu_ep", "library": plugin})
+
+
+def test_a_provider_that_a_library_lacks_names_those_it_has(plugin: str, plain: Path) -> None:
+    """Also where none was named: nothing is guessed."""
+    for provider in ("gpu_ep", ""):
+        with pytest.raises(InputError, match=r"It offers: cpu_ep\."):
+            CPU_ENGINE.open(plain, {"provider": provider, "library": plugin})
+
+
+@pytest.mark.parametrize("what", ["missing", "no library", "no provider library"])
+def test_what_is_no_provider_library_is_bad_input(what: str, plain: Path, tmp_path: Path) -> None:
+    """A file that is not there, one that does not load, and a library of something else."""
+    library: Any = tmp_path / "library.so"
+    if what == "no library":
+        library.write_text("text", encoding="utf-8")
+    elif what == "no provider library":
+        library = ctypes.util.find_library("m")
+        library = next(Path("/usr/lib").glob(f"*/{library}"), None) if library else None
+        if library is None:
+            pytest.skip("the C library of mathematics is not where it was looked for")
+    with pytest.raises(InputError, match="no library of an execution provider"):
+        CPU_ENGINE.open(plain, {"provider": "any", "library": str(library)})
+
+
+def test_a_provider_without_its_library_is_bad_input(plain: Path) -> None:
+    """The message has the form in which to write it."""
+    with pytest.raises(InputError, match="ort-cpu:provider=cpu_ep,library=PATH"):
+        CPU_ENGINE.open(plain, {"provider": "cpu_ep"})
+
+
 def test_two_distributions_together_are_not_usable(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     """They overwrite each other's files, so neither can be trusted; the fix is the next action."""
     versions = {"onnxruntime": "1.32.0", "onnxruntime-gpu": "1.31.1"}
