@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
@@ -11,12 +12,14 @@ from fixtures.decoders import TinyDecoder
 from fixtures.sessions import SESSION_KINDS, open_session
 from fixtures.splitting import EMBEDDED_FORMS, cut, save_embedded, save_pipeline
 from harness.decode.assembling import Assembly, assemble
+from harness.decode.diagnose import first_non_finite
 from harness.decode.feeds import plan_feeds
 from harness.decode.loop import greedy_decode, one_pass_decode
 from harness.decode.parts import decoder_inventory
-from harness.decode.wired import WiredSession
+from harness.decode.wired import WiredEngine, WiredSession
 from harness.engines.base import Session
-from harness.errors import InputError, NotDrivableError
+from harness.engines.registry import parse_engine
+from harness.errors import EngineFailedError, InputError, NotDrivableError
 from harness.package import open_package
 from harness.topology.resolve import resolve_package
 
@@ -91,6 +94,43 @@ def test_an_embedding_graph_and_its_decoder_are_a_text_model(form: str, kind: st
     assert assembly.topology.token_input == "input_ids"
     assert assembly.topology.inputs_embeds_input is None
     assert session.info.settings["text_only"].endswith("is given no image_features")
+
+
+def change(path: Path, *, op_type: str | None = None, weight: float | None = None) -> None:
+    """Damage a graph: its last node does something else, or all its weights are one number."""
+    model = onnx.load(path)
+    if op_type is not None:
+        model.graph.node[-1].op_type = op_type
+    for tensor in model.graph.initializer if weight is not None else ():
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            values = np.full(tuple(tensor.dims), weight, np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    onnx.save(model, path)
+
+
+@pytest.mark.parametrize("kind", ["ort-cpu", "oracle"])
+def test_an_engine_that_lacks_an_operator_says_in_which_graph(kind: str, tmp_path: Path) -> None:
+    """Of several graphs, the message names the one that is at fault."""
+    pieces = cut(DECODER.save(tmp_path / "whole.onnx"), tmp_path / "parts", [9, 34])
+    assembly = assembly_of(save_pipeline(tmp_path / "parts", pieces))
+    change(pieces[1].path, op_type="NobodysOperator")
+    engine = WiredEngine(parse_engine(kind).engine, assembly.wiring)
+
+    with pytest.raises((EngineFailedError, InputError), match=r"^part1 \(part1\.onnx\): "):
+        engine.open(pieces[0].path, {}).run({}, ())
+
+
+def test_numbers_that_are_not_finite_are_traced_to_their_graph(tmp_path: Path) -> None:
+    """The oracle looks into each graph in turn, and names the node and the file."""
+    pieces = cut(DECODER.save(tmp_path / "whole.onnx"), tmp_path / "parts", [9, 60])
+    change(pieces[2].path, weight=float("inf"))
+    assembly = assembly_of(save_pipeline(tmp_path / "parts", pieces))
+    session = WiredEngine(parse_engine("oracle").engine, assembly.wiring).open(pieces[0].path, {})
+
+    found = first_non_finite(session, assembly.topology, PROMPT)
+
+    assert found is not None
+    assert found.endswith(" of part2.onnx")
 
 
 def test_an_embedding_graph_that_is_missing_is_named(tmp_path: Path) -> None:

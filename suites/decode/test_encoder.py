@@ -12,7 +12,7 @@ import pytest
 from fixtures.seq2seq import FORMS, TinySeq2Seq
 from fixtures.sessions import SESSION_KINDS, open_session
 from harness.decode.assembling import Assembly, assemble
-from harness.decode.encoder_inputs import given_values
+from harness.decode.encoder_inputs import SEEDED_LENGTH, given_values
 from harness.decode.loop import greedy_decode, one_pass_decode
 from harness.decode.parts import decoder_inventory
 from harness.decode.wired import WiredSession
@@ -192,12 +192,13 @@ def test_a_text_encoder_takes_a_mask_and_so_does_the_whole(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["ort-cpu", "oracle"])
-@pytest.mark.parametrize("form", ["merged", "pair", "hidden states"])
+@pytest.mark.parametrize("form", ["merged", "pair", "hidden states", "cross inputs"])
 def test_a_source_text_is_heard_as_far_as_its_mask_goes(form: str, kind: str, tmp_path: Path) -> None:
     """Encoder and decoder are given one mask: what it hides is not there, as if the text were shorter."""
     assembly = assembly_of(TEXT.save(tmp_path, form))
     source, mask = np.array([[5, 2, 9, 4]]), np.array([[1, 1, 0, 0]])
-    extra = {"encoder_model.input_ids": source, "encoder_model.attention_mask": mask}
+    arrays = {"input_ids": source, "attention_mask": mask}
+    extra = {given.port.name: arrays[given.name] for given in assembly.given}
 
     trace = greedy_decode(
         open_whole(kind, assembly), assembly.topology, PROMPT, max_new_tokens=8, extra=extra
@@ -209,6 +210,21 @@ def test_a_source_text_is_heard_as_far_as_its_mask_goes(form: str, kind: str, tm
     first = trace.steps[0]
     assert np.allclose(first.values, heard[list(first.token_ids)], atol=TOLERANCE)
     assert not np.allclose(heard, whole, atol=10 * TOLERANCE)
+
+
+def test_a_lone_decoder_with_a_mask_hears_all_that_it_is_given(tmp_path: Path) -> None:
+    """Made up is the cross KV, and the mask is as long as it is, all ones."""
+    folder = TEXT.save(tmp_path, "cross inputs")
+    (folder / "encoder.onnx").unlink()
+    assembly = assembly_of(folder)
+    values = given_values(assembly.given, file=None, seed=0)
+
+    trace = greedy_decode(
+        open_whole("ort-cpu", assembly), assembly.topology, PROMPT, max_new_tokens=4, extra=values.feeds
+    )
+
+    assert trace.failure is None
+    assert values.feeds["encoder_attention_mask"].tolist() == [[1] * SEEDED_LENGTH]
 
 
 def test_a_lone_decoder_must_be_given_what_its_encoder_would_give(tmp_path: Path) -> None:
