@@ -54,6 +54,26 @@ def test_outputs_without_names_are_settled_by_dataflow(tmp_path: Path) -> None:
     }
     roles = {port.name: port.role for port in topology.roles}
     assert (roles["past_key_values_0.0"], roles["past_key_values_0.1"]) == (Role.KV_KEY, Role.KV_VALUE)
+    evidence = {port.name: port.because for port in topology.roles}
+    assert evidence["past_key_values_0.0"] == "the graph feeds it to `cat_18` through Concat"
+    assert evidence["cat_18"] == evidence["past_key_values_0.0"]
+
+
+def test_cross_kv_that_is_only_read_is_left_as_it_is_named(tmp_path: Path) -> None:
+    """It reaches no output, which says nothing against it, nor about the caches after it."""
+    past = "past_key_values.0.encoder.key"
+    path = model(
+        tmp_path / "m.onnx",
+        concat("past_key_values.0.decoder.key", "present.0.decoder.key"),
+        {past: ["batch", 2, "frames", 16], "past_key_values.0.decoder.key": GROWING},
+        {"present.0.decoder.key": GROWN},
+    )
+    topology = derive(path).topology
+    assert topology is not None
+    assert (topology.cross_kv_inputs, topology.kv_inputs) == ((past,), ("past_key_values.0.decoder.key",))
+    evidence = {port.name: port.because for port in topology.roles}
+    assert "it is only read" in evidence[past]
+    assert "confirmed by dataflow through Concat" in evidence["past_key_values.0.decoder.key"]
 
 
 def test_inputs_without_names_are_settled_by_their_operator(tmp_path: Path) -> None:
