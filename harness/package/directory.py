@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError
-from harness.package.components import Component, Components
+from harness.package.components import Component, Components, mapping_at
 from harness.package.genai import genai_components
 from harness.package.layouts import components_by_name
 from harness.package.metadata import metadata_components
@@ -58,13 +58,14 @@ class Package:
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence token IDs that the package declares, in the first file that names any.
 
-        Looked up as `model.eos_token_id` of `genai_config.json`, then `eos_token_id` of
-        `generation_config.json` and `config.json`; empty where none of them says.
+        Looked up as `model.eos_token_id` of `genai_config.json` (`tokens.eos` in its version 2), then
+        `eos_token_id` of `generation_config.json` and `config.json`; empty where none of them says.
 
         Raises:
             InputError: one of these files cannot be read, or its value is not an ID or a list of IDs.
         """
-        declared = [("genai_config.json", (self.genai_config or {}).get("model"))]
+        genai = self.genai_config or {}
+        declared = [("genai_config.json", section) for section in (genai.get("model"), _version_2(genai))]
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
             if path.is_file():
@@ -81,6 +82,11 @@ class Package:
                 )
             return tuple(ids)
         return ()
+
+
+def _version_2(genai_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Its end-of-sequence IDs under the name that all others have for them."""
+    return {"eos_token_id": mapping_at(genai_config, "tokens").get("eos")}
 
 
 def open_package(path: Path) -> Package:
