@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from harness.decode.caches import GrowingKv, ReplacedStates
@@ -323,3 +324,119 @@ def test_any_ports_are_planned_or_refused(data: st.DataObject) -> None:
     for cache in plan.caches if plan is not None else ():
         for pair in cache.pairs:
             assert all(isinstance(extent, int) for extent in pair.shape)
+
+
+ROLE_NAMES = {
+    Role.TOKEN: "input_ids",
+    Role.ATTENTION_MASK: "attention_mask",
+    Role.POSITION_IDS: "position_ids",
+    Role.KV_KEY: "past.key",
+    Role.KV_FUSED: "past.fused",
+    Role.KV_SCALE: "past.key_scale",
+    Role.STATE: "past.state",
+    Role.OPTIONAL: "token_type_ids",
+}
+
+
+def usual_form(name: str) -> tuple[list[str], list[tuple[Dimension, ...]]]:
+    """Dtypes and shapes that such a port has somewhere."""
+    rows = "past" if name.startswith("past") else "total"
+    if "state" in name:
+        return ["float16", "float32"], [("batch", 4, 4), (4, "batch", 4), (4, 4)]
+    if "cache." in name:
+        return ["float32"], [("batch", 9, 4), ("batch", 2, 9, 4), ("batch", "capacity", 4)]
+    if "scale" in name:
+        return ["float32"], [("batch", 2, rows, 1), ("batch", 2, 1), (1,)]
+    if "fused" in name:
+        return ["float16", "int8"], [(2, "batch", 4, rows, 8), (3, 2, "batch", 4, rows, 8)]
+    if "key" in name:
+        return ["float16", "uint8"], [("batch", 2, rows, 8), (2, rows, 8), (rows, 8)]
+    if name in ("position_ids", "cache_position"):
+        return ["int32", "int64"], [("batch", "new"), (3, "batch", "new"), ("new",)]
+    if name in ("input_ids", "token_type_ids"):
+        return ["int32", "int64"], [("batch", "new"), ("batch", 1)]
+    if name == "attention_mask":
+        return ["int64", "bool"], [("batch", "total"), ("total",)]
+    return ["int32", "int64"], [(), (1,), ("batch",), ("batch", 1)]
+
+
+CONTROLS = ("past_seq_len", "total_sequence_length", "seqlens_k", "cache_position", "use_cache_branch")
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_topology_is_planned_or_refused_and_a_plan_can_be_carried_out(data: st.DataObject) -> None:
+    """Ports of every role in any form: refused by name, or fed at two calls with arrays of concrete shape."""
+    odd = data.draw(st.sampled_from(["input_ids", "past.key", "past.state", "write", "key_cache.0", None]))
+
+    chosen: dict[str, int] = {}
+
+    def drawn(name: str) -> Port:
+        if name == odd:
+            return Port(name, data.draw(dtypes), data.draw(shape))
+        types, shapes = usual_form(name)
+        both = name.replace("present", "past").removeprefix("updated_")
+        if both not in chosen:
+            chosen[both] = data.draw(st.integers(0, len(shapes) - 1))
+        return Port(name, data.draw(st.sampled_from(types)), shapes[chosen[both]])
+
+    kv = [name for name in ("past.key", "past.fused", "past.key_scale") if data.draw(st.booleans())]
+    controls = data.draw(st.lists(st.sampled_from(CONTROLS), unique=True, max_size=3))
+    buffers = ["key_cache.0", "value_cache.0"] if data.draw(st.booleans()) else []
+    inputs = [drawn(name) for name in ("input_ids", "attention_mask", "position_ids", "token_type_ids")]
+    inputs += [drawn(name) for name in (*kv, *controls, *buffers, "past.state", "write", "valid")]
+    outputs = [LOGITS, *(drawn(name.replace("past", "present")) for name in (*kv, "past.state"))]
+    outputs += [drawn(f"updated_{name}") for name in buffers]
+    roles = [PortRole(name, "input", role, because="test") for role, name in ROLE_NAMES.items()]
+    roles += [PortRole(name, "input", Role.CONTROL, because="test") for name in (*controls, "write", "valid")]
+    topology = replace(
+        HYBRID,
+        kv_inputs=tuple(kv),
+        kv_outputs=tuple(name.replace("past", "present") for name in kv),
+        optional_inputs=("token_type_ids",),
+        static_cache={
+            "write_indices_input": "write",
+            "kv_sequence_length_input": "valid",
+            "key_cache_inputs": buffers[:1],
+            "key_cache_outputs": [f"updated_{name}" for name in buffers[:1]],
+            "value_cache_inputs": buffers[1:],
+            "value_cache_outputs": [f"updated_{name}" for name in buffers[1:]],
+        },
+        roles=tuple(roles),
+    )
+    ports = PortInventory(tuple(inputs), tuple(outputs))
+
+    plan, refused = None, ()
+    try:
+        plan = plan_feeds(topology, ports)
+    except NotDrivableError as error:
+        refused = error.ports
+    event("planned" if plan is not None else " ".join(sorted(refused)))
+    assert (plan is None) == bool(refused)
+    if plan is None:
+        return
+
+    fed = [call.name for call in plan.calls] + [name for cache in plan.caches for name in cache.inputs]
+    assert sorted(fed) == sorted(port.name for port in inputs)
+    session: Any = Host()
+    first = plan.start(session, room=5) | plan.inputs(session, (1,), past=0)
+    later = plan.inputs(session, (2,), past=1)
+    assert set(first) == set(fed)
+    declared = {port.name: port for port in inputs}
+    for name, array in (*first.items(), *later.items()):
+        known = declared[name].shape
+        assert known is None or len(array.shape) == len(known)
+        for extent, wanted in zip(array.shape, known or array.shape, strict=True):
+            assert extent == wanted or not isinstance(wanted, int)
+
+
+class Host:
+    """A session that keeps host arrays."""
+
+    def place(self, array: Any) -> Any:
+        """The array itself."""
+        return array
+
+    def zeros(self, shape: Any, dtype: str) -> Any:
+        """Zeros of any type."""
+        return np.zeros(shape)
