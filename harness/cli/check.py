@@ -318,12 +318,12 @@ def _plan(request: _Request) -> CheckPlan:
     from harness.decode.wired import wired
     from harness.engines.isolated.engine import isolated
     from harness.models.builtin import cache_dir
-    from harness.package import model_sha256
+    from harness.package import model_files, model_sha256
     from harness.parity.check import CheckPlan
 
     package, builtin = request.package, request.builtin
-    # Hashing reads every file of the model: what is missing or outside the package is found here.
-    model_sha256(*(part.graph for part in package.components.decoder), cache=cache_dir())
+    for part in package.components.decoder:
+        model_files(part.graph)  # what is missing or outside the package is found here
     derivation = derive_decoder(package, ignore_declared=request.ignore_declared)
     if derivation.topology is None:
         assert derivation.refusal is not None
