@@ -33,6 +33,7 @@ from fixtures.cache_forms import (
 )
 from fixtures.decoder_graphs import CacheForm
 from fixtures.decoders import TinyDecoder
+from fixtures.effort import examples
 from fixtures.sessions import SESSION_KINDS, open_session
 from fixtures.state_forms import GrownState, HalfStates, StateWindow
 from harness.decode.diagnose import first_non_finite
@@ -208,7 +209,7 @@ FREE_FORMS: dict[str, tuple[Callable[[], CacheForm], bool]] = {
 tokens = st.lists(st.integers(0, 28), min_size=1, max_size=9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     name=st.sampled_from(sorted(FREE_FORMS)),
     layers=st.tuples(st.text("arc", max_size=2), st.text("arc", max_size=1)).map("a".join),
