@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fixtures.decoders import TinyDecoder
 from fixtures.seq2seq import TinySeq2Seq
@@ -88,6 +88,20 @@ def test_ids_are_what_the_decoder_is_fed(tmp_path: Path, capsys: pytest.CaptureF
     _, document, _ = check(package, capsys, "--prompt-ids", "3,1,7")
 
     assert document["prompts"][0]["prompt_ids"] == [3, 1, 7]
+
+
+def test_a_text_follows_what_the_package_forces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The prefix goes first, and the tokenizer adds no special tokens of its own in between."""
+    package = SPOKEN.save(tmp_path / "p", "hidden states", config=CONFIG)
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "seven": 7}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(package / "tokenizer.json"))
+
+    status, document, _ = check(package, capsys, "--prompt", "seven")
+
+    assert (status, document["verdict"]) == (0, "identical")
+    assert document["prompts"][0]["prompt_ids"] == [*PREFIX, 7]
 
 
 def test_a_text_encoder_reads_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
