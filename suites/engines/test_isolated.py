@@ -18,14 +18,16 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from onnx import TensorProto, helper
 
-from fixtures.decoders import TinyDecoder
-from fixtures.misbehaving import ENGINE, MEGABYTES_OF_NOISE, isolated_misbehaviour
+from fixtures.decoders import TinyDecoder, save_graph
+from fixtures.misbehaving import END_OF_NOISE, ENGINE, MEGABYTES_OF_NOISE, isolated_misbehaviour
 from harness.decode.loop import greedy_decode
 from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import Session
 from harness.engines.isolated.engine import isolated
 from harness.engines.isolated.limits import Limits, memory_text, read_memory
+from harness.engines.reduce import top_logits_of
 from harness.engines.registry import EngineSpec, parse_engine
 from harness.errors import EngineFailedError, InputError, InvalidRunError, ParityError
 
@@ -236,6 +238,7 @@ def test_only_the_end_of_much_noise_is_kept(model: Path) -> None:
     tail = str(caught.value.details.stderr_tail)
     assert len(tail.encode()) <= 4096
     assert "\N{SNOWMAN}" in tail
+    assert tail.endswith(f"{END_OF_NOISE}\n")
 
 
 @pytest.mark.parametrize("does", ["close-descriptors", "write-everywhere"])
@@ -282,6 +285,31 @@ def test_tensors_of_any_size_cross_whole(model: Path) -> None:
     handles = [session.place(array) for array in arrays]
     for array, handle in zip(arrays, handles, strict=True):
         assert np.array_equal(session.copy_out(handle), array)
+    session.close()
+
+
+def test_a_reduction_that_came_along_answers_nothing_else(tmp_path: Path) -> None:
+    """What was asked of the last run is done along with the next one; other questions are answered anew."""
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, "n", 9]) for name in ("x", "y")]
+    path = save_graph(
+        tmp_path / "model.onnx", [helper.make_node("Identity", ["x"], ["y"])], ports[:1], ports[1:]
+    )
+    session = isolated(parse_engine("ort-cpu:threads=1"), Limits()).open(path)
+    questions: list[tuple[int, tuple[int, ...] | None]] = [
+        (2, (-1,)),
+        (2, (-1,)),
+        (3, (-1,)),
+        (2, (0, 2)),
+        (2, None),
+        (1, (2,)),
+    ]
+    for run, (k, positions) in enumerate(questions):
+        array = np.random.RandomState(run).standard_normal((1, 3 - run % 2, 9)).astype(np.float32)
+        logits = session.run({"x": session.place(array)}, ("y",))["y"]
+        for again in ((k, positions), (k + 1, (0,)), (k, positions)):
+            if again[1] is None or max(again[1]) < array.shape[1]:
+                found = session.top_logits(logits, k=again[0], positions=again[1])
+                assert found == top_logits_of(array, *again)
     session.close()
 
 
