@@ -60,7 +60,7 @@ FAILURES: dict[str, tuple[str, str, int | None, dict[str, Any]]] = {
     "segfault at a step": ("segfault,at=3", "crashed", 3, {"signal": "SIGSEGV"}),
     "abort at creation": ("abort,when=open", "crashed", None, {"signal": "SIGABRT"}),
     "exit that calls itself a success": ("exit,at=1", "crashed", 1, {"exit_code": 0}),
-    "hang": ("hang,at=2", "timeout", 2, {"limit": "call 3 s"}),
+    "hang": ("hang,at=2", "timeout", 2, {"limit": "call 5 s"}),
     "memory eater": ("eat,at=1", "crashed", 1, {"limit": "memory 600 MiB"}),
     "lacks an operator": ("lack,when=open", "unsupported", None, {}),
     "Python error": ("raise,at=4", "crashed", 4, {}),
@@ -78,7 +78,7 @@ def test_an_engine_that_fails_is_a_verdict_for_each_prompt(
     act, verdict, step, facts = FAILURES[name]
     before = set(psutil.Process().children(recursive=True))
     status, document, _ = check(
-        package, capsys, f"misbehaving:does={act}", "--call-timeout", "3", "--memory-limit", "600MiB"
+        package, capsys, f"misbehaving:does={act}", "--call-timeout", "5", "--memory-limit", "600MiB"
     )
     assert (status, document["verdict"]) == (4, verdict)
     assert [prompt["verdict"] for prompt in document["prompts"]] == [verdict] * len(PROMPTS)
@@ -130,9 +130,9 @@ def test_a_run_that_takes_too_long_is_a_timeout_for_all_that_is_left(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The limit of the run is spent on the first prompt; the second is not begun."""
-    status, document, _ = check(package, capsys, "misbehaving:does=hang,at=1", "--timeout", "3")
+    status, document, _ = check(package, capsys, "misbehaving:does=hang,at=1", "--timeout", "5")
     assert (status, document["verdict"]) == (4, "timeout")
-    assert document["candidate"]["failure"]["limit"] == "run 3 s"
+    assert document["candidate"]["failure"]["limit"] == "run 5 s"
     assert [len(prompt["candidate_ids"]) for prompt in document["prompts"]] == [1, 0]
 
 

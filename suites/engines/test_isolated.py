@@ -164,12 +164,12 @@ def test_a_call_without_end_is_a_timeout(model: Path, does: str, when: str) -> N
 
 def test_calls_that_take_too_long_together_are_a_timeout(model: Path) -> None:
     """The limit of a run counts the calls of all sessions of an engine: a new one has what is left."""
-    spec = isolated_misbehaviour("hang", at=1, limits=Limits(call_seconds=60.0, run_seconds=3.0))
+    spec = isolated_misbehaviour("hang", at=1, limits=Limits(call_seconds=60.0, run_seconds=5.0))
     first = decode(spec, model)
     assert first.failure is not None
     assert (first.failure.kind, first.failure.step) == ("timeout", 1)
-    assert first.failure.details.limit == "run 3 s"
-    with pytest.raises(EngineFailedError, match="its calls together may take 3 s") as caught:
+    assert first.failure.details.limit == "run 5 s"
+    with pytest.raises(EngineFailedError, match="its calls together may take 5 s") as caught:
         spec.open(model)
     assert caught.value.kind == "timeout"
 
