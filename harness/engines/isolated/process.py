@@ -262,7 +262,13 @@ def _spawn(arena: int) -> tuple[subprocess.Popen[bytes], socket.socket, int, int
     try:
         inherited = (theirs.fileno(), life, arena)
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *map(str, inherited), json.dumps(sys.path)],
+            [
+                sys.executable,
+                "-c",
+                _BOOT,
+                *map(str, inherited),
+                json.dumps([str(place) for place in sys.path]),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=written,
