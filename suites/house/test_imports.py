@@ -24,12 +24,13 @@ def modules_after(statement: str) -> set[str]:
         "harness.models",
         "harness.package",
         "harness.ports",
+        "harness.pytest_plugin",
         "harness.topology.resolve",
         "harness.topology.sidecar",
     ],
 )
 def test_rooms_that_must_be_light_import_nothing_heavy(module: str) -> None:
-    """The command, ports, packages and topology load no numerics, no runtime and no terminal library."""
+    """The command, the plugin, ports, packages and topology load no numerics, runtime or terminal library."""
     loaded = modules_after(f"import {module}")
     assert "harness" in loaded
     assert loaded.isdisjoint(HEAVY)
