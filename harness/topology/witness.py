@@ -35,7 +35,9 @@ def settle(
         free: outputs without a partner, by name.
         role_by_name: what the name of an input says that it is, None for nothing.
     """
-    reached = {port.name: _closest(flow, port, free) for port in inputs}
+    reached = {
+        port.name: _closest([one for one in flow.reached(port.name) if one.output in free]) for port in inputs
+    }
     claims: dict[str, int] = {}
     for found in reached.values():
         for one in found:
@@ -55,40 +57,54 @@ def settle(
     return bindings
 
 
-def _closest(flow: CacheFlow, port: Port, free: Mapping[str, Port]) -> list[Reached]:
-    """The free outputs that an input reaches without arithmetic, or else with it."""
-    found = [one for one in flow.reached(port.name) if one.output in free]
-    return [one for one in found if one.whole] or found
-
-
 def confirm(
     flow: CacheFlow, bindings: Iterable[CacheBinding], outputs: Collection[str]
 ) -> tuple[list[CacheBinding], list[Finding]]:
     """Hold bindings made by name against the dataflow; returns them with its evidence, and contradictions.
 
-    A past port that reaches its present port is confirmed. One that reaches other caches only, without
-    arithmetic on the way, or whose operator says that it is something else, contradicts its name. One that
-    reaches none says nothing: a state may be computed anew from the last tokens.
+    A past port that reaches its present port, and no other output as closely, is confirmed. One that
+    reaches other caches only, without arithmetic on the way, contradicts its name; so does one that
+    reaches another's present without arithmetic and its own with it, or whose operator says that it is
+    something else. One that reaches several alike, or none, says nothing: caches may be stacked and split
+    again, and a state may be computed anew from the last tokens.
     """
+    bindings = list(bindings)
+    presents = {binding.present.name for binding in bindings if binding.present is not None}
     confirmed = []
     findings = []
     for binding in bindings:
         if binding.present is None:
             confirmed.append(binding)
             continue
-        reached = {one.output: one for one in flow.reached(binding.past.name) if one.output in outputs}
-        own = reached.get(binding.present.name)
+        reached = [one for one in flow.reached(binding.past.name) if one.output in outputs]
+        own = next((one for one in reached if one.output == binding.present.name), None)
+        elsewhere = tuple(
+            one.output
+            for one in reached
+            if one.whole and (own is None or (not own.whole and one.output in presents))
+        )
+        if elsewhere:
+            findings.append(_crossed(binding, binding.present, elsewhere))
         if own is None:
             confirmed.append(binding)
-            elsewhere = tuple(one.output for one in reached.values() if one.whole)
-            if elsewhere:
-                findings.append(_crossed(binding, binding.present, elsewhere))
             continue
         if own.role is not None and _contradicts(binding.role, own.role):
             findings.append(_otherwise(binding, binding.present, own.role, own.through))
-        because = f"{binding.because}; confirmed by dataflow through {own.through}"
-        confirmed.append(replace(binding, because=because))
+        confirmed.append(replace(binding, because=f"{binding.because}; {_evidence(own, _closest(reached))}"))
     return confirmed, findings
+
+
+def _closest(reached: Collection[Reached]) -> list[Reached]:
+    """Those that are reached without arithmetic, or else all of them, with it."""
+    return [one for one in reached if one.whole] or list(reached)
+
+
+def _evidence(own: Reached, closest: Sequence[Reached]) -> str:
+    """What the dataflow adds to a name, given what its past reaches most closely."""
+    if [own] == closest:
+        return f"confirmed by dataflow through {own.through}"
+    every = dict.fromkeys((own.output, *(one.output for one in closest)))
+    return f"dataflow confirms nothing: the graph feeds it to {listed(every)}"
 
 
 def _contradicts(named: Role, found: Role) -> bool:

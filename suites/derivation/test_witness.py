@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
-from fixtures.flows import GROWING, GROWN, STATE, concat, derive, model
+from fixtures.flows import GROWING, GROWN, STATE, concat, derive, info, model
 from harness.package import Component, Components, open_package
 from harness.ports import read_ports
 from harness.topology.dataflow import read_cache_flow
@@ -425,3 +427,133 @@ def test_both_witnesses_findings_are_told(tmp_path: Path) -> None:
     refusal = derive(path).refusal
     assert refusal is not None
     assert {refusal.code, *refusal.also} >= {"E_AMBIGUOUS_STATE_PAIRING", "E_EVIDENCE_CONFLICT"}
+
+
+PASTS = ("past_key_values.0.key", "past_key_values.0.value")
+PRESENTS = ("present.0.key", "present.0.value")
+
+
+def stacked_and_split() -> list[onnx.NodeProto]:
+    """Key and value in one tensor, whose halves are given in the other order."""
+    return [
+        helper.make_node("Concat", PASTS, ["both"], axis=1),
+        helper.make_node("Split", ["both"], PRESENTS[::-1], axis=1, num_outputs=2),
+    ]
+
+
+def mixed() -> list[onnx.NodeProto]:
+    """Each present is a sum of both caches."""
+    return [helper.make_node("Sum", PASTS, [present]) for present in PRESENTS]
+
+
+def carried_by_a_loop_that_swaps() -> list[onnx.NodeProto]:
+    """After an odd number of turns each carried value stands where the other one stood."""
+    ports = [info("i", [], TensorProto.INT64), info("go", [], TensorProto.BOOL), *swapped_ports()]
+    on = helper.make_node("Identity", ["go"], ["on"])
+    body = helper.make_graph(
+        [on, *swapping()], "body", ports, [info("on", [], TensorProto.BOOL), info("c", [4]), info("d", [4])]
+    )
+    return [helper.make_node("Loop", ["trips", "", *PASTS], PRESENTS, body=body)]
+
+
+def carried_by_a_scan_that_swaps() -> list[onnx.NodeProto]:
+    """The same with a Scan."""
+    body = helper.make_graph(
+        swapping(), "body", [*swapped_ports(), info("x", [4])], [info("c", [4]), info("d", [4])]
+    )
+    return [helper.make_node("Scan", [*PASTS, "xs"], PRESENTS, body=body, num_scan_inputs=1)]
+
+
+def swapped_ports() -> list[onnx.ValueInfoProto]:
+    """The values that `swapping` takes."""
+    return [info("a", [4]), info("b", [4])]
+
+
+def swapping() -> list[onnx.NodeProto]:
+    """A body of which `c` is the second value and `d` the first."""
+    return [helper.make_node("Identity", ["b"], ["c"]), helper.make_node("Identity", ["a"], ["d"])]
+
+
+@pytest.mark.parametrize("way", [stacked_and_split, mixed, carried_by_a_loop_that_swaps])
+def test_a_past_that_reaches_both_presents_alike_is_not_confirmed(
+    tmp_path: Path, way: Callable[[], list[onnx.NodeProto]]
+) -> None:
+    """Which half is whose, how many turns a loop takes: the steps do not say, so the names stand alone."""
+    path = model(tmp_path / "m.onnx", way(), dict.fromkeys(PASTS, GROWING), dict.fromkeys(PRESENTS, GROWN))
+    assert {one.output for one in read_cache_flow(path).reached(PASTS[0])} == set(PRESENTS)
+    topology = derive(path).topology
+    assert topology is not None
+    assert topology.kv_outputs == PRESENTS
+    evidence = {port.name: port.because for port in topology.roles}
+    for past, own, other in zip(PASTS, PRESENTS, PRESENTS[::-1], strict=True):
+        assert evidence[past] == (
+            f"named `{past.replace('0', '%d')}`, its present `{own.replace('0', '%d')}` (dotted); dataflow "
+            f"confirms nothing: the graph feeds it to `{own}`, `{other}`"
+        )
+
+
+def test_a_scan_that_swaps_what_it_carries_confirms_nothing(tmp_path: Path) -> None:
+    """Its states are two by position, and one by what its body does."""
+    states = ("past.0.conv", "past.0.ssm"), ("present.0.conv", "present.0.ssm")
+    names = dict(zip((*PASTS, *PRESENTS), (*states[0], *states[1]), strict=True))
+    node = carried_by_a_scan_that_swaps()[0]
+    node.input[:] = [names.get(name, name) for name in node.input]
+    node.output[:] = [names[name] for name in node.output]
+    path = model(
+        tmp_path / "m.onnx", [node], dict.fromkeys(states[0], STATE), dict.fromkeys(states[1], STATE)
+    )
+    topology = derive(path).topology
+    assert topology is not None
+    for port in topology.roles:
+        assert "confirmed" not in port.because
+        assert ("dataflow confirms nothing" in port.because) is (port.role is Role.STATE)
+
+
+def test_a_cache_that_goes_whole_into_another_present_is_refused_though_its_own_is_computed_from_it(
+    tmp_path: Path,
+) -> None:
+    """What is added to the named present, here nothing, does not make up for where the cache itself goes."""
+    nodes = [
+        *concat("past_key_values.0.key", "present.0.value"),
+        helper.make_node("Mul", ["present.0.value", "zero"], ["nothing"]),
+        *concat("past_key_values.0.value", "kept"),
+        helper.make_node("Add", ["kept", "nothing"], ["present.0.key"]),
+    ]
+    path = model(tmp_path / "m.onnx", nodes, dict.fromkeys(PASTS, GROWING), dict.fromkeys(PRESENTS, GROWN))
+    refusal = derive(path).refusal
+    assert refusal is not None
+    assert (refusal.code, refusal.message) == (
+        "E_EVIDENCE_CONFLICT",
+        "By name `past_key_values.0.key` goes with `present.0.key`, but the graph feeds it to "
+        "`present.0.value`. Declare which is right under model.io.",
+    )
+    assert refusal.ports == ("past_key_values.0.key", "present.0.key", "present.0.value")
+
+
+def test_a_whole_copy_under_a_name_of_its_own_confirms_and_contradicts_nothing(tmp_path: Path) -> None:
+    """A state that decays, and is given as it was as well: no other cache lays claim to the copy."""
+    nodes = [
+        helper.make_node("Mul", ["past.0.ssm", "decay"], ["present.0.ssm"]),
+        helper.make_node("Identity", ["past.0.ssm"], ["snapshot"]),
+    ]
+    presents: dict[str, list[Any]] = {"present.0.ssm": STATE, "snapshot": ["rows", "batch", 64, 3]}
+    topology = derive(model(tmp_path / "m.onnx", nodes, {"past.0.ssm": STATE}, presents)).topology
+    assert topology is not None
+    evidence = {port.name: port.because for port in topology.roles}["past.0.ssm"]
+    assert evidence.endswith("dataflow confirms nothing: the graph feeds it to `present.0.ssm`, `snapshot`")
+
+
+def test_a_present_that_is_reached_whole_is_confirmed_whatever_is_computed_from_it(tmp_path: Path) -> None:
+    """A convolution window goes on into the state after it through arithmetic, which is its use."""
+    nodes = [
+        *concat("past.0.conv", "present.0.conv"),
+        helper.make_node("Mul", ["present.0.conv", "w"], ["c"]),
+        helper.make_node("Add", ["past.0.ssm", "c"], ["present.0.ssm"]),
+    ]
+    kinds = ("conv", "ssm")
+    pasts, presents = ({f"{side}.0.{kind}": STATE for kind in kinds} for side in ("past", "present"))
+    topology = derive(model(tmp_path / "m.onnx", nodes, pasts, presents)).topology
+    assert topology is not None
+    evidence = {port.name: port.because for port in topology.roles}
+    assert "confirmed by dataflow through Concat" in evidence["past.0.conv"]
+    assert "confirmed by dataflow through Add" in evidence["past.0.ssm"]
