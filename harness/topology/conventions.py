@@ -63,8 +63,9 @@ class StemPair:
 class WordSwap:
     """Names that are alike but for one word: `past` in the input's name, `present` in the output's.
 
-    An empty word means that the name has no such word. Separators do not count. What the cache is, its
-    other words say; since such names say little, keys and values must also show that they grow.
+    An empty word means that the name has no such word. Separators do not count; every other character does,
+    of any script and in its case. What the cache is, its other words say; since such names say little, keys
+    and values must also show that they grow.
     """
 
     past: str

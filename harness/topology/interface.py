@@ -24,7 +24,7 @@ __all__ = [
     "words",
 ]
 
-_WORD = re.compile("[a-z]+")
+_WORD = re.compile(r"[A-Za-z\x80-\U0010ffff]+")  # of any script: a word that nobody knows is one as well
 _FLOATS = frozenset({"float16", "float32", "float64", "bfloat16"})
 _INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"})
 _KINDS: Mapping[str, frozenset[str]] = {
@@ -196,8 +196,8 @@ _RULES = (
 
 
 def words(name: str) -> frozenset[str]:
-    """The lower-case words of a port name; digits and separators part them."""
-    return frozenset(_WORD.findall(name.lower()))
+    """The words of a port name, ASCII ones in lower case; digits, signs and separators part them."""
+    return frozenset(word.lower() if word.isascii() else word for word in _WORD.findall(name))
 
 
 def is_integer(port: Port) -> bool:

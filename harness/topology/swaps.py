@@ -10,7 +10,13 @@ from harness.topology.spec import Role
 
 __all__ = ["SwapTable", "cache_role", "says_activation", "says_attention", "tokens", "without"]
 
-_TOKEN = re.compile("[a-z]+|[0-9]+")
+# A word of any script, a number, or signs. Space and `_./:` part them and say nothing, nor does a hyphen
+# between two of them; a hyphen that stands elsewhere is a sign.
+_LETTER = r"A-Za-z\x80-\U0010ffff"
+_PLAIN = rf"0-9{_LETTER}"
+_TOKEN = re.compile(
+    rf"[{_LETTER}]+|[0-9]+|(?:[^{_PLAIN} _./:\-]|(?<![{_PLAIN}])-|-(?![{_PLAIN}]))+",
+)
 _KEY = frozenset({"key", "keys", "k", "kcache"})
 _VALUE = frozenset({"value", "values", "v", "vcache"})
 _BOTH = frozenset({"kv", "kvcache"})
@@ -41,8 +47,18 @@ _Tokens = tuple[str, ...]
 
 
 def tokens(name: str) -> _Tokens:
-    """Words and numbers of a name, in order, lower case."""
-    return tuple(_TOKEN.findall(name.lower()))
+    """Words, numbers and signs of a name, in order; its ASCII letters in lower case."""
+    return tuple(map(_lower, _spelt(name)))
+
+
+def _spelt(name: str) -> _Tokens:
+    """Words, numbers and signs of a name as they stand: names are different also by their case."""
+    return tuple(_TOKEN.findall(name))
+
+
+def _lower(word: str) -> str:
+    """An ASCII word in lower case; other scripts have letters whose lower case is ASCII, and stay."""
+    return word.lower() if word.isascii() else word
 
 
 def says_attention(name: str, stem: str) -> bool:
@@ -85,7 +101,7 @@ class SwapTable:
         present_words = {swap.present for swap, _ in self._swaps}
         self._by_rest: dict[tuple[str, _Tokens], list[str]] = {}
         for name in outputs:
-            said = tokens(name)
+            said = _spelt(name)
             for word in present_words:
                 rest = without(said, word)
                 if rest:
@@ -93,20 +109,24 @@ class SwapTable:
 
     def candidates(self, name: str) -> Mapping[str, tuple[WordSwap, Convention, _Tokens]]:
         """Outputs that `name` could be the past of, each with the swap and the words in common."""
-        said = tokens(name)
+        said = _spelt(name)
         found: dict[str, tuple[WordSwap, Convention, _Tokens]] = {}
         for swap, convention in self._swaps:
             rest = without(said, swap.past)
             for present in self._by_rest.get((swap.present, rest), ()):
-                found.setdefault(present, (swap, convention, rest))
+                found.setdefault(present, (swap, convention, tuple(map(_lower, rest))))
         return found
 
 
 def without(said: _Tokens, word: str) -> _Tokens:
-    """`said` without `word`; unchanged for the empty word, empty where `word` does not occur just once."""
+    """`said` without `word`, whose case does not count.
+
+    Unchanged for the empty word, and empty where `word` does not occur just once.
+    """
     if not word:
         return said
-    if said.count(word) != 1:
+    lower = [_lower(one) for one in said]
+    if lower.count(word) != 1:
         return ()
-    at = said.index(word)
+    at = lower.index(word)
     return said[:at] + said[at + 1 :]

@@ -86,6 +86,15 @@ def test_a_name_has_the_words_that_say_it_and_any_of_those_beside(
         assert stranger.name in refusal([TOKENS, stranger], [LOGITS]).ports
 
 
+@pytest.mark.parametrize(
+    "name", ["attention_mask_\u03b2", "\u0446\u0435\u043b\u044c_position", "tok\u00ebn_ids"]
+)
+def test_a_word_of_another_script_is_a_word_that_nobody_knows(name: str) -> None:
+    """It is not left out of the name: nothing says what such an input is."""
+    found = refusal([TOKENS, Port(name, "int64", ("b", "s"))], [LOGITS])
+    assert (found.code, found.ports) == ("E_UNKNOWN_INPUT", (name,))
+
+
 def test_embeddings_alone_drive_the_decoder() -> None:
     """A decoder without its embedding table takes embeddings, and has no token input."""
     found = topology([Port("inputs_embeds", "float32", ("b", "s", 64))], [LOGITS])

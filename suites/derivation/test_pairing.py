@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from fixtures.layouts import dense_06b, interface, whisper_cross_kv
 from harness.ports import Port, PortInventory
 from harness.topology.patterns import PatternTable, StemTable, layer_of
 from harness.topology.resolve import resolve
-from harness.topology.spec import Outcome, Refusal, Role
+from harness.topology.spec import Derivation, Outcome, Refusal, Role
 from harness.topology.swaps import cache_role, says_activation, says_attention, tokens, without
 
 GROWING = ("batch", 2, "past", 16)
@@ -346,3 +348,65 @@ def test_a_word_is_taken_out_where_it_stands_once() -> None:
     assert without(said, "out") == ()
     assert without((*said, "in"), "in") == ()
     assert tokens("Key12.Value") == ("key", "12", "value")
+    assert tokens("state_\u03b1+1.\u72b6\u6001-x") == ("state", "\u03b1", "+", "1", "\u72b6\u6001", "x")
+    assert tokens("h-_0") == ("h", "-", "0")
+    assert without(("A", "In", "0"), "in") == ("A", "0")
+
+
+STEMS = st.text("ahAH\u03b1\u03b2\u0391\u72b6\u6001\u00e9e\u0301\u212a+*#@()~", min_size=1, max_size=6)
+
+
+def beside(past: str, present: str) -> Derivation:
+    """What comes of these two ports of one shape beside one layer of KV."""
+    ports = dense_06b(layers=1)
+    inputs = (*ports.inputs, Port(past, "float32", STATE))
+    return resolve(PortInventory(inputs, (*ports.outputs, Port(present, "float32", STATE))))
+
+
+def states(past: str, present: str) -> list[tuple[str, str]]:
+    """The states that are derived from these two ports; none of a refusal."""
+    found = beside(past, present).topology
+    return [(pair.input, pair.output) for pair in found.state_pairs] if found is not None else []
+
+
+@pytest.mark.parametrize(("inward", "outward"), [("in", "out"), ("", "next"), ("prev", "")])
+@given(stem=STEMS, other=STEMS)
+def test_names_of_any_script_pair_where_they_differ_in_the_swap_word_alone(
+    inward: str, outward: str, stem: str, other: str
+) -> None:
+    """The same text beside the word is a pair; any other text, by one letter, sign or case, is not."""
+    assume(stem != other)
+    past, present = (f"{stem}_0_{word}".rstrip("_") for word in (inward, outward))
+    assert states(past, present) == [(past, present)]
+    assert states(past, f"{other}_0_{outward}".rstrip("_")) == []
+
+
+@pytest.mark.parametrize(
+    ("past", "present"),
+    [
+        ("state_\u03b1", "state_\u03b2_out"),
+        ("\u72b6\u6001_0", "\u7f13\u5b58_0_out"),
+        ("h+_0_in", "h-_0_out"),
+        ("h-_0_in", "h_0_out"),
+        ("h_-1_in", "h_1_out"),
+        ("h_A_in", "h_a_out"),
+        ("caf\u00e9_in", "cafe\u0301_out"),
+        ("\u212a_in", "k_out"),
+        ("\u03b1in_0", "\u03b1out_0"),
+        ("h'_in", "h''_out"),
+    ],
+    ids=ascii,
+)
+def test_names_that_only_look_alike_are_no_pair(past: str, present: str) -> None:
+    """Another script, sign, sign of a number, case or composition is another name: refused, never guessed."""
+    found = beside(past, present).refusal
+    assert found is not None
+    assert past in found.ports
+
+
+@pytest.mark.parametrize(
+    ("past", "present"), [("conv-state-0-in", "conv.state.0.out"), ("/a/h 1_in", "a:h__1.out")]
+)
+def test_separators_do_not_count(past: str, present: str) -> None:
+    """What parts words may change with the word that is swapped; a hyphen between words parts them too."""
+    assert states(past, present) == [(past, present)]
