@@ -59,18 +59,18 @@ _CONTRIB: dict[str, tuple[Rule, ...]] = {
 
 def output_rules(node: Node) -> tuple[Rule, ...]:
     """A rule for each output of a node."""
-    domain, op_type, attributes = node.domain, node.op_type, node.attributes
+    domain, op_type = node.domain, node.op_type
     present, count = node.present, len(node.wanted)
     if domain == CONTRIB or op_type in _CONTRIB:
         return tuple(_given(rule, present) for rule in _contrib(op_type, count))
     if op_type in _ATTRIBUTE:
-        elem_type = attributes.get(_ATTRIBUTE[op_type])
-        if elem_type:
-            return (file_dtype(elem_type),)
+        named = node.element_type(_ATTRIBUTE[op_type])
+        if named is not None:
+            return (named,)
         fallback = _FALLBACK.get(op_type, 0)
         return (SameAs(fallback) if fallback < len(present) and present[fallback] else None,)
     if op_type == "ConstantOfShape":
-        value = attributes.get("value")
+        value = node.tensor("value")
         return (_FLOAT if value is None else value.dtype,)
     schema = onnx.defs.get_schema(op_type, node.version, domain)
     return tuple(_from_schema(schema, index, present) for index in range(count))
@@ -109,7 +109,7 @@ def keeping_types(compute: Compute, node: Node, raw: Collection[int] = ()) -> Co
     rules, types, precision = output_rules(node), node.types, node.precision
     given = {index for index in raw if index in node.constants}
     block = node.integer("block_size", 0) if _takes_int8(node) else 0
-    saturate, mode = bool(node.attributes.get("saturate", 1)), str(node.attributes.get("round_mode", "up"))
+    saturate, mode = bool(node.integer("saturate", 1)), node.text("round_mode", "up")
 
     def run(*inputs: Any) -> Any:
         wide = [x if index in given else _widened(x, precision) for index, x in enumerate(inputs)]

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from harness.errors import InputError
-from harness.oracle.precision import Array, Precision
+from harness.oracle.precision import Array, Precision, file_dtype
 
 if TYPE_CHECKING:
     from harness.oracle.executor import Body
 
 __all__ = ["Compute", "Node", "Residency", "Tensor", "UnsupportedFeatureError"]
+
+_INTEGER, _FLOAT, _STRING = "an integer", "a float", "a string"
+_INTEGERS, _FLOATS, _EMPTY = "a list of integers", "a list of floats", "an empty list"
+_TENSOR, _GRAPH = "a tensor", "a graph"
+
+_CHECK = "Export the graph again, or run `onnx.checker` on it."
 
 Tensor: TypeAlias = Any
 """An array, or the numpy scalar that numpy gives for an array without axes. Untyped, as numpy types most
@@ -87,32 +93,107 @@ class Node:
         return self.types[index] if index < len(self.types) else None
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """An integer attribute; an `InputError` when it is absent and has no default."""
-        return int(self._get(name, default))
+        """An integer attribute; an `InputError` when it is absent and has no default.
+
+        As all that read attributes here, it raises an `InputError` that names the node where the file gives
+        an attribute of another type. ONNX converts none, an integer where a float is due included.
+        """
+        return int(self._required(name, _INTEGER, default))
+
+    def integer_or_none(self, name: str) -> int | None:
+        """An integer attribute, None when absent."""
+        value: int | None = self._typed(name, _INTEGER)
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """An integer attribute that no specification gives a meaning but for 0 and 1.
+
+        Raises:
+            UnsupportedFeatureError: it has another value.
+        """
+        value = self.integer(name, int(default))
+        if value not in (0, 1):
+            raise UnsupportedFeatureError(f"{name} {value}, which is neither 0 nor 1")
+        return value == 1
+
+    def element_type(self, name: str) -> np.dtype[Any] | None:
+        """The dtype that an attribute names as an ONNX element type, None when absent or 0 (undefined)."""
+        value = self.integer_or_none(name)
+        if not value:
+            return None
+        try:
+            return file_dtype(value)
+        except KeyError:
+            raise InputError(
+                f"Node {self.label}: the attribute `{name}` of {self.op_type} is {value}, which is no ONNX "
+                "element type.",
+                next_action=_CHECK,
+            ) from None
 
     def number(self, name: str, default: float | None = None) -> float:
         """A float attribute. It is a float32 in the file, so a default is rounded to one too."""
-        return float(np.float32(self._get(name, default)))
+        return float(np.float32(self._required(name, _FLOAT, default)))
+
+    def number_or_none(self, name: str) -> float | None:
+        """A float attribute, None when absent."""
+        value: float | None = self._typed(name, _FLOAT)
+        return value
 
     def text(self, name: str, default: str | None = None) -> str:
         """A string attribute."""
-        return str(self._get(name, default))
+        return str(self._required(name, _STRING, default))
 
     def integers(self, name: str) -> list[int] | None:
         """A list of integers, None when absent."""
-        value = self.attributes.get(name)
+        value = self._typed(name, _INTEGERS)
         return None if value is None else list(value)
+
+    def numbers(self, name: str) -> list[float] | None:
+        """A list of floats, None when absent."""
+        value = self._typed(name, _FLOATS)
+        return None if value is None else list(value)
+
+    def tensor(self, name: str) -> Array | None:
+        """A tensor, None when absent."""
+        value: Array | None = self._typed(name, _TENSOR)
+        return value
 
     def body(self, name: str) -> Body:
         """The planned subgraph of a graph attribute."""
-        body: Body = self._get(name, None)
+        body: Body = self._required(name, _GRAPH, None)
         return body
 
-    def _get(self, name: str, default: Any) -> Any:
-        value = self.attributes.get(name, default)
+    def _required(self, name: str, due: str, default: Any) -> Any:
+        value = self._typed(name, due)
+        value = default if value is None else value
         if value is None:
             raise InputError(
                 f"Node {self.label} lacks the attribute `{name}`, which {self.op_type} requires.",
-                next_action="Export the graph again, or run `onnx.checker` on it.",
+                next_action=_CHECK,
             )
         return value
+
+    def _typed(self, name: str, due: str) -> Any:
+        """The value that the file gives, which must be of the type that is `due`; None when absent."""
+        value = self.attributes.get(name)
+        if value is None:
+            return None
+        given = _type_of(value)
+        if given != due and not (given == _EMPTY and due in (_INTEGERS, _FLOATS)):
+            raise InputError(
+                f"Node {self.label}: the attribute `{name}` of {self.op_type} is {given}, "
+                f"where {due} is due.",
+                next_action=_CHECK,
+            )
+        return value
+
+
+def _type_of(value: Any) -> str:
+    """What type an attribute has in the file, in words."""
+    if isinstance(value, list):
+        return f"a list of {_type_of(value[0]).split(' ', 1)[1]}s" if value else _EMPTY
+    if isinstance(value, np.ndarray):
+        return _TENSOR
+    # A planned subgraph is all that can be called; its class stands above this module.
+    known = _GRAPH if callable(value) else f"a {type(value).__name__}"
+    return {int: _INTEGER, float: _FLOAT, str: _STRING}.get(type(value), known)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from harness.errors import EngineFailedError, InputError
+from harness.errors import EngineFailedError, InputError, ParityError
 from harness.oracle.declared import keeping_types
 from harness.oracle.executor import ABSENT, DISCARD, Body, Step
 from harness.oracle.kernels import LEFT_OUT, find, operator_version
@@ -226,16 +226,27 @@ class Planner:
             constants=known,
             types=[scope.type_of(name) if name else None for name in node.input],
         )
+        rounds = self._precision.rounding and not passes
         try:
             compute = entry.bind(view)
+            if rounds:
+                compute, late = keeping_types(compute, view, entry.raw), []
+        except ParityError:
+            raise
         except UnsupportedFeatureError as error:
             self._lack(
                 f"operator {node.op_type} of domain {domain or 'ai.onnx'} with {error}", f"node {label}"
             )
             self._placeholders(node, scope)
             return
-        if self._precision.rounding and not passes:
-            compute, late = keeping_types(compute, view, entry.raw), []
+        # As when it runs: attributes and constants can be wrong in as many ways.
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise EngineFailedError(
+                f"The oracle cannot plan {node.op_type} {label}: {reason}.",
+                next_action="Check the graph with `onnx.checker`.",
+                kind="crashed",
+            ) from error
         if entry.pure and not captured and len(known) == sum(view.present):
             folded = self._folded(compute, [known.get(index) for index in range(len(values))])
             if folded is not None:
@@ -265,6 +276,11 @@ class Planner:
         attributes: dict[str, Any] = {}
         captured: list[int] = []
         for attribute in resolved(node.attribute, scope):
+            if attribute.type == onnx.AttributeProto.UNDEFINED:
+                raise InputError(
+                    f"Node {label}: the attribute `{attribute.name}` of {node.op_type} has no type.",
+                    next_action="Export the graph again, or run `onnx.checker` on it.",
+                )
             if attribute.type == onnx.AttributeProto.GRAPH:
                 draft = Draft()
                 inner = Scope(draft, scope.opsets, scope, scope.attributes, f"{label}.{attribute.name}/")

@@ -18,10 +18,12 @@ def _cast(node: Node) -> Compute:
 
     An integer too wide for its target keeps its low bits (two's complement), down to 4 and 2 of them.
     """
-    target = node.integer("to")
-    if target == onnx.TensorProto.STRING:
+    if node.integer("to") == onnx.TensorProto.STRING:
         raise UnsupportedFeatureError("a string type")
-    dtype = node.precision.holding(target)
+    target = node.element_type("to")
+    if target is None:
+        raise UnsupportedFeatureError("an undefined type")
+    dtype = node.precision.held(target)
     return lambda x: x.astype(dtype, copy=False)
 
 

@@ -18,22 +18,22 @@ def _constant(node: Node) -> Compute:
 
 
 def _constant_value(node: Node) -> Tensor:
-    for name, dtype in (("value_int", np.int64), ("value_ints", np.int64)):
-        if name in node.attributes:
-            return np.array(node.attributes[name], dtype=dtype)
-    for name in ("value_float", "value_floats"):
-        if name in node.attributes:
-            return np.array(node.attributes[name], dtype=np.float32)
-    if "value" not in node.attributes:
+    integers = node.integer_or_none("value_int"), node.integers("value_ints")
+    numbers = node.number_or_none("value_float"), node.numbers("value_floats")
+    for given, dtype in ((integers, np.int64), (numbers, np.float32)):
+        for value in given:
+            if value is not None:
+                return np.array(value, dtype=dtype)
+    tensor = node.tensor("value")
+    if tensor is None:
         raise UnsupportedFeatureError("a string or sparse value")
-    value: Tensor = node.attributes["value"]
-    return value
+    return tensor
 
 
 @kernel("ConstantOfShape", (9, 20, 21, 23, 24, 25))
 def _constant_of_shape(node: Node) -> Compute:
     """A tensor of the given shape filled with `value` (float32 zero by default)."""
-    given = node.attributes.get("value")
+    given = node.tensor("value")
     fill = np.zeros(1, np.float32) if given is None else given
     fill = node.precision.widen(np.asarray(fill).reshape(()))
     return lambda shape: np.full(shape.tolist(), fill)
@@ -57,8 +57,8 @@ def _range(node: Node) -> Compute:
 @kernel("EyeLike", (9, 22))
 def _eye_like(node: Node) -> Compute:
     """A matrix in the shape of x with ones on its k-th diagonal, in type `dtype` or that of x."""
-    k, target = node.integer("k", 0), node.attributes.get("dtype")
-    dtype = None if target is None else node.precision.holding(target)
+    k, target = node.integer("k", 0), node.element_type("dtype")
+    dtype = None if target is None else node.precision.held(target)
 
     def run(x: Tensor) -> Tensor:
         rows, columns = x.shape

@@ -135,7 +135,7 @@ def _tensor_scatter(node: Node) -> Compute:
 @kernel("Compress", (9, 11, 28))
 def _compress(node: Node) -> Compute:
     """The slices along `axis` (of the flattened x without one) whose condition is true."""
-    axis = node.attributes.get("axis")
+    axis = node.integer_or_none("axis")
     return lambda x, condition: np.compress(condition, x, axis=axis)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from harness.oracle.kernels.registry import kernel
 from harness.oracle.node import Compute, Node, Tensor
-from harness.oracle.precision import Array, file_dtype, is_float
+from harness.oracle.precision import Array, is_float
 from harness.oracle.rounding import narrowed
 
 _VERSIONS = (10, 13, 19, 21, 23, 24, 25, 28)
@@ -35,8 +35,8 @@ def _dequantize_linear(node: Node) -> Compute:
     `axis`; zero_point as scale, 0 when absent.
     """
     axis, block = node.integer("axis", 1), node.integer("block_size", 0)
-    given = node.integer("output_dtype", 0)
-    dtype = node.precision.holding(given) if given else None
+    given = node.element_type("output_dtype")
+    dtype = None if given is None else node.precision.held(given)
 
     def run(x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         wide = x.astype(np.int64) if not is_float(x.dtype) else x
@@ -57,9 +57,11 @@ def _quantize_linear(node: Node) -> Compute:
     precision.
     """
     axis, block = node.integer("axis", 1), node.integer("block_size", 0)
-    saturate, given = bool(node.integer("saturate", 1)), node.integer("output_dtype", 0)
+    saturate = bool(node.integer("saturate", 1))
     precision = node.precision
-    target = file_dtype(given) if given else node.declared(2)
+    target = node.element_type("output_dtype")
+    if target is None:
+        target = node.declared(2)
     if target is None and not node.has_input(2):
         target = np.dtype(np.uint8)
 

@@ -36,7 +36,7 @@ def _identity(node: Node) -> Compute:
 @kernel("Shape", (15, *_TYPES_ONLY), moves=True)
 def _shape(node: Node) -> Compute:
     """The extents of axes `start` to `end` as int64; bounds beyond the rank are clamped."""
-    start, end = node.integer("start", 0), node.attributes.get("end")
+    start, end = node.integer("start", 0), node.integer_or_none("end")
     return lambda x: np.array(np.shape(x)[slice(*slice(start, end).indices(np.ndim(x)))], dtype=np.int64)
 
 
