@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.kernels.registry import kernel
-from harness.oracle.node import Compute, Node, Tensor
+from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
 __all__ = ["capped", "combine", "merge_heads", "scores", "split_heads", "visible", "weigh"]
 
@@ -113,9 +113,12 @@ def _attention(node: Node) -> Compute:
     (0 scaled, 1 capped, 2 masked, 3 softmax). Source: ONNX Attention 23, 24 (nonpad_kv_seqlen), 25.
     """
     query_heads, kv_heads = node.integer("q_num_heads", 0), node.integer("kv_num_heads", 0)
-    causal = bool(node.integer("is_causal", 0))
+    causal = node.flag("is_causal")
     left, right = node.integer("left_window_size", -1), node.integer("right_window_size", -1)
-    cap, given_scale = node.number("softcap", 0.0), node.attributes.get("scale")
+    for side, window in (("left", left), ("right", right)):
+        if window < -1:
+            raise UnsupportedFeatureError(f"{side}_window_size {window}, which is less than -1")
+    cap, given_scale = node.number("softcap", 0.0), node.number_or_none("scale")
     mode = node.integer("qk_matmul_output_mode", 0) if node.wants(3) else None
     # Softmax in less than the oracle's precision is not done; in float64 it is.
     double = node.integer("softmax_precision", 1) == 11

@@ -32,9 +32,15 @@ def _group_query_attention(node: Node) -> Compute:
     """
     heads, kv_heads = node.integer("num_heads"), node.integer("kv_num_heads")
     given_scale, cap = node.number("scale", 0.0), node.number("softcap", 0.0)
-    causal, window = bool(node.integer("causal", 1)), node.integer("local_window_size", -1)
+    causal, window = node.flag("causal", True), node.integer("local_window_size", -1)
     smooth = node.integer("smooth_softmax", 0) == 1
-    rolls, shown = bool(node.integer("sliding_window_cache", 0)), node.integer("qk_output", 0)
+    rolls, shown = node.flag("sliding_window_cache"), node.integer("qk_output", 0)
+    if window < 1 and window != -1:
+        raise UnsupportedFeatureError(f"local_window_size {window}, which is neither -1 nor at least 1")
+    if not causal and window != -1:
+        raise UnsupportedFeatureError(f"causal 0 and local_window_size {window}, which must then be -1")
+    if shown not in (0, 1, 2):
+        raise UnsupportedFeatureError(f"qk_output {shown}, which is none of 0, 1 and 2")
     if rolls and window <= 0:
         raise UnsupportedFeatureError("sliding_window_cache without a local_window_size")
     if rolls and shown:
@@ -104,7 +110,7 @@ def _group_query_attention(node: Node) -> Compute:
 
 def _placing(node: Node) -> Any:
     """What happens to queries and keys before they meet: norm, then rotation."""
-    turn, interleaved = bool(node.integer("do_rotary", 0)), bool(node.integer("rotary_interleaved", 0))
+    turn, interleaved = node.flag("do_rotary"), node.flag("rotary_interleaved")
     epsilon = node.number("qk_norm_epsilon", 1e-6)
 
     def run(x: Tensor, norm: Tensor | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:

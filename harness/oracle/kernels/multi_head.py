@@ -72,7 +72,7 @@ def _multi_head_attention(node: Node) -> Compute:
     Source: com.microsoft version 1.
     """
     heads, scale = node.integer("num_heads"), node.number("scale", 0.0)
-    causal, fill = bool(node.integer("unidirectional", 0)), node.number("mask_filter_value", -10000.0)
+    causal, fill = node.flag("unidirectional"), node.number("mask_filter_value", -10000.0)
     if node.has_input(8) or node.has_input(9):
         raise UnsupportedFeatureError("a cache shared by beams (past_sequence_length, cache_indirection)")
 
@@ -119,7 +119,7 @@ def _packed_attention(node: Node) -> Compute:
     (H D, H D, H E) where E differs from D. Source: com.microsoft version 1.
     """
     heads, scale = node.integer("num_heads"), node.number("scale", 0.0)
-    causal, fill = bool(node.integer("unidirectional", 0)), node.number("mask_filter_value", -10000.0)
+    causal, fill = node.flag("unidirectional"), node.number("mask_filter_value", -10000.0)
     sizes = node.integers("qkv_hidden_sizes")
     if node.integer("do_rotary", 0):
         raise UnsupportedFeatureError("do_rotary")

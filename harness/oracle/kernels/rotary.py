@@ -41,7 +41,7 @@ def _rotary_embedding(node: Node) -> Compute:
     """
     heads = node.integer("num_heads", 0)
     width = node.integer("rotary_embedding_dim", 0)
-    interleaved = bool(node.integer("interleaved", 0))
+    interleaved = node.flag("interleaved")
 
     def run(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> Tensor:
         if positions is not None:
@@ -60,8 +60,8 @@ def _contrib_rotary_embedding(node: Node) -> Compute:
     """
     heads = node.integer("num_heads", 0)
     width = node.integer("rotary_embedding_dim", 0)
-    interleaved = bool(node.integer("interleaved", 0))
-    if node.integer("is_packed_batching", 0):
+    interleaved = node.flag("interleaved")
+    if node.flag("is_packed_batching"):
         raise UnsupportedFeatureError("packed batching")
     if node.number("scale", 1.0) != 1:
         raise UnsupportedFeatureError("a scale, which no runtime defines")
@@ -86,16 +86,16 @@ def _m_rotary_embedding(node: Node) -> Compute:
     first 3 w each third from 2 on width. Sources: com.microsoft version 1; Qwen2-VL and Qwen3-VL.
     """
     heads, width = node.integer("num_heads", 0), node.integer("rotary_embedding_dim", 0)
-    interleaved = bool(node.integer("interleaved", 0))
+    interleaved = node.flag("interleaved")
     sections = node.integers("mrope_section") or []
     if len(sections) != 3:
         raise UnsupportedFeatureError(f"mrope_section {sections}, which is not three numbers")
-    if node.integer("is_packed_batching", 0):
+    if node.flag("is_packed_batching"):
         raise UnsupportedFeatureError("packed batching")
     if node.number("scale", 1.0) != 1:
         raise UnsupportedFeatureError("a scale, which no runtime defines")
     stream = np.repeat(np.arange(3), sections)
-    if node.integer("mrope_layout", 0):
+    if node.flag("mrope_layout"):
         stream = np.zeros(sum(sections), dtype=np.intp)
         for axis in (1, 2):
             stream[axis : 3 * sections[axis] : 3] = axis
