@@ -258,9 +258,10 @@ def _ask_dataflow(
 ) -> None:
     """Let the second witness speak: on what is bound, and on what is still open."""
     book.bindings, findings = confirm(flow, book.bindings, {*book.owners, *map(str, outputs)})
-    book.findings += findings
     free = {name: port for name, port in outputs.items() if name not in book.owners}
-    for binding in settle(flow, exclude_bound(inputs, book.bindings), free, names.role_by_name):
+    settled, more = settle(flow, exclude_bound(inputs, book.bindings), free, names.role_by_name)
+    book.findings += [*findings, *more]
+    for binding in settled:
         book.bindings.append(binding)
         if binding.present is not None:
             book.owners[binding.present.name] = binding.past.name

@@ -23,11 +23,12 @@ def settle(
     inputs: Sequence[Port],
     free: Mapping[str, Port],
     role_by_name: Callable[[Port], Role | None],
-) -> list[CacheBinding]:
+) -> tuple[list[CacheBinding], list[Finding]]:
     """Bind inputs that names leave open to the only free output that each of them reaches as a cache.
 
     An output that two of them reach settles nothing. What the cache is, its name says, or else the
-    operator that updates it; where neither does, the input stays open.
+    operator that updates it; where neither does, the input stays open. Where both do and differ, that
+    is a contradiction, which is returned beside the bindings.
 
     Args:
         flow: of the graph.
@@ -43,6 +44,7 @@ def settle(
         for one in found:
             claims[one.output] = claims.get(one.output, 0) + 1
     bindings = []
+    findings = []
     for port in inputs:
         found = reached[port.name]
         if len(found) != 1 or claims[found[0].output] != 1:
@@ -53,8 +55,10 @@ def settle(
             because = f"the graph feeds it to {quoted(present.name)} through {found[0].through}"
             sure = Discipline.ANY if found[0].role is not None else Discipline.GROWING
             discipline = Discipline.ANY if role is Role.STATE else sure
-            bindings.append(CacheBinding(port, present, role, layer_of(port.name), because, discipline))
-    return bindings
+            binding = CacheBinding(port, present, role, layer_of(port.name), because, discipline)
+            bindings.append(binding)
+            findings += _contradictions(binding, present, found[0])
+    return bindings, findings
 
 
 def confirm(
@@ -88,8 +92,7 @@ def confirm(
         if own is None:
             confirmed.append(binding)
             continue
-        if own.role is not None and _contradicts(binding.role, own.role):
-            findings.append(_otherwise(binding, binding.present, own.role, own.through))
+        findings += _contradictions(binding, binding.present, own)
         confirmed.append(replace(binding, because=f"{binding.because}; {_evidence(own, _closest(reached))}"))
     return confirmed, findings
 
@@ -107,6 +110,21 @@ def _evidence(own: Reached, closest: Sequence[Reached]) -> str:
     return f"dataflow confirms nothing: the graph feeds it to {listed(every)}"
 
 
+def _contradictions(binding: CacheBinding, present: Port, reached: Reached) -> list[Finding]:
+    """Refuse a cache that the operator on its way takes as something else than what it is by name."""
+    found = reached.role
+    if found is None or not _contradicts(binding.role, found):
+        return []
+    return [
+        Finding(
+            "E_EVIDENCE_CONFLICT",
+            f"By name {quoted(binding.past.name)} is {binding.role.value}, {reached.through} takes it as "
+            f"{found.value}: declare which is right under model.io.",
+            (binding.past.name, present.name),
+        )
+    ]
+
+
 def _contradicts(named: Role, found: Role) -> bool:
     if named in _HALVES and found in _HALVES:
         return named is not found
@@ -119,13 +137,4 @@ def _crossed(binding: CacheBinding, present: Port, reached: tuple[str, ...]) -> 
         f"By name {quoted(binding.past.name)} goes with {quoted(present.name)}, but the graph feeds it to "
         f"{listed(reached)}. Declare which is right under model.io.",
         (binding.past.name, present.name, *reached),
-    )
-
-
-def _otherwise(binding: CacheBinding, present: Port, found: Role, operator: str) -> Finding:
-    return Finding(
-        "E_EVIDENCE_CONFLICT",
-        f"By name {quoted(binding.past.name)} is {binding.role.value}, {operator} takes it as {found.value}: "
-        "declare which is right under model.io.",
-        (binding.past.name, present.name),
     )

@@ -557,3 +557,38 @@ def test_a_present_that_is_reached_whole_is_confirmed_whatever_is_computed_from_
     evidence = {port.name: port.because for port in topology.roles}
     assert "confirmed by dataflow through Concat" in evidence["past.0.conv"]
     assert "confirmed by dataflow through Add" in evidence["past.0.ssm"]
+
+
+@pytest.mark.parametrize(
+    ("pasts", "slots", "refused"),
+    [
+        (("past_key_values_key_cache_0", "past_key_values_value_cache_0"), (3, 4), None),
+        (("past_key_values_key_cache_0", "past_key_values_value_cache_0"), (4, 3), ("kv_key", "kv_value")),
+        (("past_conv.0", "past_recurrent.0"), (3, 4), ("state", "kv_key")),
+    ],
+)
+def test_settled_caches_are_held_against_the_slots_that_they_go_into(
+    tmp_path: Path, pasts: tuple[str, str], slots: tuple[int, int], refused: tuple[str, str] | None
+) -> None:
+    """Outputs without names change nothing: keys are not values, and attention keeps no recurrent state."""
+    fixed = ["batch", 2, 4, 16]
+    inputs = ["q", "k", "v", "", ""]
+    for past, slot in zip(pasts, slots, strict=True):
+        inputs[slot] = past
+    node = helper.make_node("GroupQueryAttention", inputs, ["y", "o1", "o2"], domain="com.microsoft")
+    path = model(tmp_path / "m.onnx", [node], dict.fromkeys(pasts, fixed), {"o1": fixed, "o2": fixed})
+    derivation = derive(path)
+    if refused is None:
+        assert derivation.topology is not None
+        assert dict(zip(derivation.topology.kv_inputs, derivation.topology.kv_outputs, strict=True)) == {
+            pasts[0]: "o1",
+            pasts[1]: "o2",
+        }
+        return
+    assert derivation.refusal is not None
+    assert (derivation.refusal.code, derivation.refusal.message) == (
+        "E_EVIDENCE_CONFLICT",
+        f"By name `{pasts[0]}` is {refused[0]}, GroupQueryAttention takes it as {refused[1]}: declare "
+        "which is right under model.io.",
+    )
+    assert set(derivation.refusal.ports) == {*pasts, "o1", "o2"}
