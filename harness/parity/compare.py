@@ -116,9 +116,9 @@ def _alike(one: TopLogits, other: TopLogits) -> bool:
 
 
 def _behind(token: int, top: TopLogits) -> float:
-    """How far `token` is behind the largest logit; infinity where it is not among the largest."""
+    """How far `token` is behind the largest logit: at least, where it is not among the largest."""
     if token not in top.token_ids:
-        return float("inf")
+        return top.values[0] - top.values[-1]
     return top.values[0] - top.values[top.token_ids.index(token)]
 
 

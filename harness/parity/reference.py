@@ -2,9 +2,10 @@
 
 One forward pass over prompt and tokens gives the logits that stepping would give, up to rounding. How much
 rounding can matter is measured on the oracle itself: its *spread*, the largest difference between logits
-of the same token in float32 and float64, and in one pass and in steps, on a probe. Only where the margin
-is within the spread (times a stated factor) is a position decided again, in float64; what even float64
-cannot separate is undecided. A margin of zero in float64 is an exact tie, which the lowest ID has.
+of the same token in float32 and float64, and in one pass and in steps, on a probe. A position is decided
+again, in float64, where the margin is within the spread (times a stated factor), and where a candidate would
+be blamed; what even float64 cannot separate is undecided. A margin of zero in float64 is an exact tie, which
+the lowest ID has. Where one pass and steps differ by more than rounding can, the graph is stepped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from harness.decode.diagnose import first_non_finite
 from harness.decode.loop import StepObserver, forced_decode, one_pass_decode
 from harness.decode.plan import ExtraFeeds
 from harness.decode.trace import Trace
-from harness.engines.base import Session, SessionInfo
+from harness.engines.base import Session, SessionInfo, TopLogits
 from harness.engines.registry import EngineSpec
 from harness.errors import InputError, InvalidRunError
 from harness.parity.proving import proof_of, require_proof
@@ -35,6 +36,10 @@ SPREAD_FACTOR = 4.0
 tolerances of four times the worst of clean engines, held-out prompts raised no false alarm."""
 
 _FINEST = "float64"
+
+_ROUNDING_AT_MOST = 1e-3
+"""Difference of two runs, relative to the largest logit, that may be rounding: thousands of times that of
+float32, and far less than what another computation makes."""
 
 _PROBE_PROMPT = 8
 """Prompt tokens of the probe on which the spread is measured, at most."""
@@ -156,16 +161,43 @@ class Reference:
         if not self._measures:
             return ReferenceTrace(trace, (0.0,) * len(trace.steps), (), self.mode)
         bands = [self._band(self._precision, prompt_ids, token_ids)] * len(trace.steps)
-        close = [i for i, step in enumerate(trace.steps) if step.margin <= bands[i]]
-        if close and self._precision != _FINEST:
-            finest = self._session_in(_FINEST)
-            again = self._sound(self._logits(finest, prompt_ids, token_ids, None), finest)
-            steps = list(trace.steps)
-            for i in close:
-                steps[i], bands[i] = again.steps[i], self._band(_FINEST, prompt_ids, token_ids)
-            trace = replace(trace, steps=tuple(steps), seconds=trace.seconds + again.seconds)
-        undecided = tuple(i for i in close if 0 < trace.steps[i].margin <= bands[i])
+        trace = self._as_in_steps(trace, on_step)
+        steps = list(trace.steps)
+        decided: set[int] = set()
+        if self._precision != _FINEST:
+            finer: Trace | None = None
+            while doubtful := _doubtful(steps, bands, token_ids) - decided:
+                if finer is None:
+                    finest = self._session_in(_FINEST)
+                    finer = self._sound(self._logits(finest, prompt_ids, token_ids, None), finest)
+                if any(
+                    steps[i].margin > bands[i] and steps[i].argmax != finer.steps[i].argmax for i in doubtful
+                ):
+                    # Wrong with a margin that should have decided: then no other one does either.
+                    doubtful = set(range(len(steps))) - decided
+                for i in doubtful:
+                    steps[i], bands[i] = finer.steps[i], self._band(_FINEST, prompt_ids, token_ids)
+                decided |= doubtful
+            if finer is not None:
+                trace = replace(trace, steps=tuple(steps), seconds=trace.seconds + finer.seconds)
+        undecided = tuple(i for i, step in enumerate(steps) if 0 < step.margin <= bands[i])
         return ReferenceTrace(trace, tuple(bands), undecided, self.mode)
+
+    def _as_in_steps(self, trace: Trace, on_step: StepObserver | None) -> Trace:
+        """The trace, if a pass over the prompt alone begins as it does; else that of steps, now and later.
+
+        So a graph is found out whose tokens see later ones, or whose numbers depend on the length of a call:
+        there, one pass is another computation than the decode that it stands for.
+        """
+        if self.mode != "one-pass" or len(trace.token_ids) < 2:
+            return trace
+        alone = self._whole(self._session, trace.prompt_ids, trace.token_ids[:1])
+        if alone is not None and _alike(alone, replace(trace, steps=trace.steps[:1])):
+            return trace
+        self.mode = "stepwise"
+        return self._sound(
+            self._steps(self._session, trace.prompt_ids, trace.token_ids, on_step), self._session
+        )
 
     def _logits(
         self,
@@ -215,8 +247,10 @@ class Reference:
             exact = self._sound(self._steps(finest, prompt, tokens), finest)
             runs = [] if session is finest else [self._sound(self._steps(session, prompt, tokens), session)]
             whole = self._whole(session, prompt, tokens)
-            if whole is not None:
+            if whole is not None and _alike(whole, runs[0] if runs else exact):
                 runs.append(self._sound(whole, session))
+            elif self.mode == "one-pass":
+                self.mode = "stepwise"
             spread = max((spread_between(exact, run) for run in runs), default=0.0)
             # A difference of two logits is off by at most twice what one of them is.
             self._bands[precision] = 2 * SPREAD_FACTOR * spread
@@ -257,16 +291,41 @@ def _no_spread(spec: EngineSpec) -> str | None:
     return None
 
 
+def _doubtful(steps: Sequence[TopLogits], bands: Sequence[float], token_ids: Sequence[int]) -> set[int]:
+    """Positions to decide in a finer precision: within the band, or where a candidate would be blamed first.
+
+    The band is measured on a few tokens, and rounding may matter more behind them.
+    """
+    close = {i for i, step in enumerate(steps) if step.margin <= bands[i]}
+    blamed = next((i for i, step in enumerate(steps) if step.argmax != token_ids[i]), None)
+    return close if blamed is None else close | {blamed}
+
+
+def _alike(one: Trace, other: Trace) -> bool:
+    """Whether two traces differ by what may be rounding: by a thousandth of their largest logit at most."""
+    logits = [
+        abs(value) for step in (*one.steps, *other.steps) for value in step.values if math.isfinite(value)
+    ]
+    return spread_between(one, other) <= _ROUNDING_AT_MOST * max(logits, default=0.0)
+
+
 def spread_between(one: Trace, other: Trace) -> float:
     """The largest difference between the logits of the same token at the same position of two traces.
 
-    Only tokens that are among the largest of both can be compared.
+    Of a token that is among the largest of one alone, the other logit is known to be no larger than the
+    least of those kept: it differs by so much at least.
     """
     differences = [
-        abs(value - theirs[token])
+        abs(value - theirs[token]) if token in theirs else value - min(theirs.values())
         for a, b in zip(one.steps, other.steps, strict=True)
-        for theirs in [dict(zip(b.token_ids, b.values, strict=True))]
-        for token, value in zip(a.token_ids, a.values, strict=True)
-        if token in theirs and math.isfinite(value) and math.isfinite(theirs[token])
+        for mine, theirs in [(_finite(a), _finite(b)), (_finite(b), _finite(a))]
+        for token, value in mine.items()
+        if theirs
     ]
-    return max(differences, default=0.0)
+    return max((0.0, *differences))
+
+
+def _finite(step: TopLogits) -> dict[int, float]:
+    """The finite ones of the largest logits, by token."""
+    pairs = zip(step.token_ids, step.values, strict=True)
+    return {token: value for token, value in pairs if math.isfinite(value)}

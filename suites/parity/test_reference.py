@@ -167,6 +167,99 @@ def test_an_exact_tie_goes_to_the_lowest_id_and_is_decided(tmp_path: Path) -> No
     assert verified.undecided == ()
 
 
+def counting_decoder(folder: Path, nodes: list[onnx.NodeProto]) -> tuple[Path, Topology]:
+    """A decoder of 4 tokens; `nodes` make `third` and `fourth`, the logits [batch, new] of tokens 2 and 3.
+
+    They have `ones`, `count` (of tokens so far, from a state) and `length` (tokens of this call) to make them
+    of, and the constants `large`, `ten`, `half` (1.5) and `five`.
+    """
+    state = ["batch", 1]
+    constants = {"large": 1e8, "ten": 10.0, "half": 1.5, "five": 5.0, "nought": 0.0}
+    weights = {name: np.array(value, np.float32) for name, value in constants.items()}
+    weights |= {"one_axis": np.array([1], np.int64), "axis": np.array(1, np.int64)}
+    weights |= {"last": np.array([2], np.int64), "unit": np.array([1.0], np.float32)}
+    begin = [
+        helper.make_node("Cast", ["input_ids"], ["ids"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["ids", "nought"], ["zeros"]),
+        helper.make_node("Add", ["zeros", "unit"], ["ones"]),
+        helper.make_node("CumSum", ["ones", "axis"], ["counted"]),
+        helper.make_node("Add", ["counted", PAST], ["count"]),
+        helper.make_node("ReduceSum", ["ones", "one_axis"], ["length"]),
+        helper.make_node("Add", [PAST, "length"], [PRESENT]),
+    ]
+    logits = [("zeros", "a"), ("zeros", "b"), ("third", "c"), ("fourth", "d")]
+    end = [helper.make_node("Unsqueeze", [row, "last"], [name]) for row, name in logits]
+    end.append(helper.make_node("Concat", [name for _, name in logits], ["logits"], axis=2))
+    graph = helper.make_graph(
+        [*begin, *nodes, *end],
+        "counting",
+        [
+            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"]),
+            helper.make_tensor_value_info(PAST, TensorProto.FLOAT, state),
+        ],
+        [
+            helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "new", 4]),
+            helper.make_tensor_value_info(PRESENT, TensorProto.FLOAT, state),
+        ],
+        initializer=[numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    path = folder / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    topology = Topology(
+        token_input="input_ids",
+        logits_output="logits",
+        state_pairs=TinyDecoder(layers="r").topology.state_pairs,
+    )
+    return path, topology
+
+
+@pytest.mark.parametrize("prompt", [(1, 2), (1, 2, 3, 1, 2, 3, 1, 2, 3, 1)])
+def test_a_graph_that_looks_at_the_length_of_its_call_is_stepped(
+    prompt: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Token 2 leads where a call has more than 5 tokens: after the prompt alone, never in a step.
+
+    One pass over prompt and tokens would say otherwise, with a margin that no rounding explains.
+    """
+    nodes = [
+        helper.make_node("Sub", ["length", "five"], ["over"]),
+        helper.make_node("Mul", ["ones", "over"], ["third"]),
+        helper.make_node("Identity", ["zeros"], ["fourth"]),
+    ]
+    model, topology = counting_decoder(tmp_path, nodes)
+    side = reference(model, topology)
+    first = 2 if len(prompt) > 5 else 0
+    verified = side.verify(prompt, (first, *[0] * 8))
+    assert [step.argmax for step in verified.trace.steps] == [first, *[0] * 8]
+    assert verified.mode == side.mode == "stepwise"
+    assert verified.undecided == ()
+
+
+def test_no_candidate_is_blamed_before_float64_agrees(tmp_path: Path) -> None:
+    """Past ten tokens, float32 loses the 1.5 that token 3 has, as (1e8 + 1.5) - 1e8 is 0 there, not before.
+
+    So the band, measured on the first tokens, is narrow, and every later position has a wide margin for
+    token 2 in float32. In float64 it is token 3 throughout; a candidate that says so is right, and one that
+    follows float32 is wrong.
+    """
+    nodes = [
+        helper.make_node("Identity", ["ones"], ["third"]),
+        helper.make_node("Sub", ["count", "ten"], ["beyond"]),
+        helper.make_node("Relu", ["beyond"], ["late"]),
+        helper.make_node("Mul", ["late", "large"], ["big"]),
+        helper.make_node("Add", ["big", "half"], ["sum"]),
+        helper.make_node("Sub", ["sum", "big"], ["fourth"]),
+    ]
+    model, topology = counting_decoder(tmp_path, nodes)
+    for mode in ("one-pass", "stepwise"):
+        side = reference(model, topology, mode)  # type: ignore[arg-type]
+        verified = side.verify((1, 2), (3,) * 20)
+        assert [step.argmax for step in verified.trace.steps] == [3] * 20
+        assert verified.mode == mode
+        wrong = side.verify((1, 2), (3,) * 12 + (2,) * 2)
+        assert [step.argmax for step in wrong.trace.steps][12] == 3
+
+
 def comparison(token: int, values: tuple[float, ...], *, band: float, undecided: bool) -> Verdict:
     """The verdict on one position where the oracle has these logits for tokens 0, 1, 2, ..."""
     info = SessionInfo("x", "0")
@@ -183,6 +276,9 @@ def test_differing_only_where_the_oracle_is_undecided_is_inconclusive() -> None:
     assert comparison(1, values, band=1e-12, undecided=True) is Verdict.INCONCLUSIVE
     assert comparison(2, values, band=1e-12, undecided=True) is Verdict.DIVERGENT
     assert comparison(7, values, band=1e-12, undecided=True) is Verdict.DIVERGENT
+    # A token that is not among those kept is as far behind as the least of them, at least.
+    assert comparison(7, values, band=0.4, undecided=True) is Verdict.DIVERGENT
+    assert comparison(7, values, band=0.6, undecided=True) is Verdict.INCONCLUSIVE
     assert comparison(1, values, band=0.0, undecided=False) is Verdict.DIVERGENT
 
 
