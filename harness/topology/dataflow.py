@@ -27,6 +27,7 @@ _Slot = tuple[int, int, Role | None, bool]
 _Slots = tuple[_Slot, ...]
 
 _KEY_VALUE = (Role.KV_KEY, Role.KV_VALUE)
+_TWO_STATES = (Role.STATE, Role.STATE)
 
 
 def _slots(inputs: tuple[int, ...], outputs: tuple[int, ...], roles: tuple[Role | None, ...]) -> _Slots:
@@ -38,6 +39,9 @@ CACHE_SLOTS: Mapping[tuple[str, str], _Slots] = {
     ("", "TensorScatter"): _slots((0,), (0,), (None,)),
     ("", "LinearAttention"): _slots((3,), (1,), (Role.STATE,)),
     ("", "CausalConvWithState"): _slots((3,), (1,), (Role.STATE,)),
+    ("", "RNN"): _slots((5,), (1,), (Role.STATE,)),
+    ("", "GRU"): _slots((5,), (1,), (Role.STATE,)),
+    ("", "LSTM"): _slots((5, 6), (1, 2), _TWO_STATES),
     ("com.microsoft", "GroupQueryAttention"): _slots((3, 4), (1, 2), _KEY_VALUE),
     ("com.microsoft", "SparseAttention"): _slots((3, 4), (1, 2), _KEY_VALUE),
     ("com.microsoft", "MultiHeadAttention"): _slots((6, 7), (1, 2), _KEY_VALUE),
@@ -46,6 +50,7 @@ CACHE_SLOTS: Mapping[tuple[str, str], _Slots] = {
     ("com.microsoft", "DecoderMaskedSelfAttention"): _slots((4,), (1,), (Role.KV_FUSED,)),
     ("com.microsoft", "LinearAttention"): _slots((3,), (1,), (Role.STATE,)),
     ("com.microsoft", "CausalConvWithState"): _slots((3,), (1,), (Role.STATE,)),
+    ("com.microsoft", "DynamicQuantizeLSTM"): _slots((5, 6), (1, 2), _TWO_STATES),
 }
 """Input and output position of each cache that an operator updates (ONNX and onnxruntime schemas)."""
 

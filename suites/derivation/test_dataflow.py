@@ -99,6 +99,27 @@ def state_operator(operator: str, domain: str) -> Callable[[str, str], Any]:
     return make
 
 
+def recurrent(operator: str, domain: str = "") -> Callable[[str, str], Any]:
+    """A recurrent network's `initial_h` and `Y_h`."""
+
+    def make(past: str, present: str) -> list[onnx.NodeProto]:
+        return [
+            helper.make_node(operator, ["x", "w", "r", "", "", past], [f"{past}.y", present], domain=domain)
+        ]
+
+    return make
+
+
+def cell(operator: str, domain: str = "") -> Callable[[str, str], Any]:
+    """A recurrent network's `initial_c` and `Y_c`."""
+
+    def make(past: str, present: str) -> list[onnx.NodeProto]:
+        inputs, outputs = ["x", "w", "r", "", "", f"{past}.h", past], ["", f"{past}.yh", present]
+        return [helper.make_node(operator, inputs, outputs, domain=domain)]
+
+    return make
+
+
 WAYS: dict[str, Callable[[str, str], list[onnx.NodeProto]]] = {
     "concat": concat,
     "concat-and-slice": concat_and_slice,
@@ -112,6 +133,12 @@ WAYS: dict[str, Callable[[str, str], list[onnx.NodeProto]]] = {
     "multi-head-attention": attention("MultiHeadAttention", "com.microsoft", (6, 7, 1, 2)),
     "linear-attention": state_operator("LinearAttention", "com.microsoft"),
     "causal-conv": state_operator("CausalConvWithState", ""),
+    "rnn": recurrent("RNN"),
+    "gru": recurrent("GRU"),
+    "lstm": recurrent("LSTM"),
+    "lstm-cell": cell("LSTM"),
+    "quantised-lstm": recurrent("DynamicQuantizeLSTM", "com.microsoft"),
+    "quantised-lstm-cell": cell("DynamicQuantizeLSTM", "com.microsoft"),
     "tensor-scatter": lambda past, present: [
         helper.make_node("TensorScatter", [past, "new", "where"], [present])
     ],
@@ -125,6 +152,12 @@ SAYS = {
     "linear-attention": Role.STATE,
     "causal-conv": Role.STATE,
     "scan": Role.STATE,
+    "rnn": Role.STATE,
+    "gru": Role.STATE,
+    "lstm": Role.STATE,
+    "lstm-cell": Role.STATE,
+    "quantised-lstm": Role.STATE,
+    "quantised-lstm-cell": Role.STATE,
 }
 """What the operator says that the cache is, where it does."""
 

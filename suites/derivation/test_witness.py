@@ -592,3 +592,26 @@ def test_settled_caches_are_held_against_the_slots_that_they_go_into(
         "which is right under model.io.",
     )
     assert set(derivation.refusal.ports) == {*pasts, "o1", "o2"}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_two_states_of_an_lstm_are_told_apart(tmp_path: Path, swapped: bool) -> None:
+    """Both have one shape, and only the operator's positions say which output continues which input."""
+    presents = ("state_h_out", "state_c_out")
+    outputs = ["y", *(presents[::-1] if swapped else presents)]
+    node = helper.make_node("LSTM", ["x", "w", "r", "", "", "state_h", "state_c"], outputs)
+    state = [1, "batch", 16]
+    pasts = dict.fromkeys(("state_h", "state_c"), state)
+    derivation = derive(model(tmp_path / "m.onnx", [node], pasts, dict.fromkeys(presents, state)))
+    if swapped:
+        assert derivation.refusal is not None
+        assert (derivation.refusal.code, derivation.refusal.message) == (
+            "E_EVIDENCE_CONFLICT",
+            "By name `state_h` goes with `state_h_out`, but the graph feeds it to `state_c_out`. Declare "
+            "which is right under model.io.",
+        )
+        return
+    assert derivation.topology is not None
+    states = [port for port in derivation.topology.roles if port.role is Role.STATE]
+    assert len(states) == 4
+    assert all("confirmed by dataflow through LSTM" in port.because for port in states)
