@@ -62,6 +62,7 @@ class Node:
         wanted: for each output, whether anything reads it.
         constants: inputs known at planning, by position.
         types: for each input its declared type, where planning knows it.
+        names: for each input its name in the file, empty for an absent one.
     """
 
     domain: str
@@ -75,6 +76,7 @@ class Node:
     wanted: Sequence[bool] = (True,)
     constants: Mapping[int, Array] = field(default_factory=dict)
     types: Sequence[np.dtype[Any] | None] = ()
+    names: Sequence[str] = ()
 
     def has_input(self, index: int) -> bool:
         """Whether input `index` is given."""

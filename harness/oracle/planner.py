@@ -225,6 +225,7 @@ class Planner:
             wanted=[name in read for name in node.output],
             constants=known,
             types=[scope.type_of(name) if name else None for name in node.input],
+            names=tuple(node.input),
         )
         rounds = self._precision.rounding and not passes
         try:

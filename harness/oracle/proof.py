@@ -5,6 +5,9 @@ sum of n products in floating point, in any order, is off by at most g(n) times 
 with g(n) = n u / (1 - n u) and u the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms,
 section 3.1). What rounds to less than the oracle's precision on the way (activations in eight bits, half
 precision, TF32) is off by many times that.
+
+Of a weight that holds NaN or infinity no sum is known, and no bound says anything: its node fails, and the
+entry says for which reason. An error that is NaN or infinite fails whatever the bound.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.executor import Body
-from harness.oracle.precision import Precision
+from harness.oracle.precision import Precision, is_float
 from harness.oracle.sums import SUMMING, KnownSums, Probe, Site, known_sums
 
 __all__ = ["NotProbed", "Proof", "ProofEntry", "prove"]
@@ -43,9 +46,10 @@ class ProofEntry:
         operator: operator.
         node: the node that was asked.
         terms: the most terms that a sum has.
-        max_error: how far the worst of all sums was off, measured by its bound; NaN where one was no number.
-        bound: how far that one may be off.
-        passed: whether no sum was off by more than its bound.
+        max_error: how far the worst of all sums was off, measured by its bound; may be NaN or infinite.
+        bound: how far that one may be off; infinite or NaN where the sum itself is not finite.
+        passed: whether every sum was finite, and off by no more than its bound.
+        reason: why no sum is known, a weight that is not finite; None for all others, passed or not.
     """
 
     kind: str
@@ -55,6 +59,7 @@ class ProofEntry:
     max_error: float
     bound: float
     passed: bool
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ class Proof:
                     "max_error": entry.max_error if math.isfinite(entry.max_error) else None,
                     "bound": entry.bound if math.isfinite(entry.bound) else None,
                     "passed": entry.passed,
+                    "reason": entry.reason,
                 }
                 for entry in self.entries
             ],
@@ -201,6 +207,8 @@ def _entry(site: Site, sums: KnownSums, unit: float, rng: np.random.Generator) -
     # What is expected is a sum in float64 itself.
     factor += _gamma(sums.terms + _MORE_ROUNDINGS, float(np.finfo(np.float64).eps) / 2)
     error, bound = _worst(_differences(site, probe, factor) for probe in sums.probes(rng))
+    # Both are compared as numbers: infinity keeps to no bound, an infinite one included.
+    passed = math.isfinite(bound) and error <= bound
     return ProofEntry(
         kind=sums.kind,
         operator=site.node.op_type,
@@ -208,8 +216,22 @@ def _entry(site: Site, sums: KnownSums, unit: float, rng: np.random.Generator) -
         terms=sums.terms,
         max_error=error,
         bound=bound,
-        passed=error <= bound,
+        passed=passed,
+        reason=None if math.isfinite(error) and math.isfinite(bound) else _not_finite(site, bound),
     )
+
+
+def _not_finite(site: Site, bound: float) -> str | None:
+    """Which constant of a node holds NaN or infinity, so that its sums do; None where all is finite."""
+    for index, array in enumerate(site.constants):
+        if array is None or not is_float(array.dtype):
+            continue
+        count = array.size - int(np.count_nonzero(np.isfinite(site.node.precision.widen(array))))
+        if count:
+            name = site.node.names[index] if index < len(site.node.names) else ""
+            values = "a value that is" if count == 1 else f"{count} values that are"
+            return f"its input {index}, {name or 'a constant'}, holds {values} NaN or infinite"
+    return None if math.isfinite(bound) else "what it must give is not finite itself"
 
 
 def _gamma(count: int, unit: float) -> float:
@@ -235,7 +257,7 @@ def _worst(differences: Iterable[tuple[Any, Any]]) -> tuple[float, float]:
             continue
         # A sum that is no number is worse than any; one that must be nothing may not be off at all.
         ratio = np.divide(error, bound, out=np.where(error > 0, np.inf, 0.0), where=bound > 0)
-        ratio = np.where(np.isnan(error), np.inf, ratio)
+        ratio = np.where(np.isfinite(error) & np.isfinite(bound), ratio, np.inf)
         at = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
         if ratio[at] > worst:
             worst, found = float(ratio[at]), (float(error[at]), float(bound[at]))

@@ -157,6 +157,8 @@ def _proof(proof: Mapping[str, Any]) -> str:
     broken = [entry for entry in proof["entries"] if not entry["passed"]]
     if broken:
         entry = broken[0]
+        if entry.get("reason") is not None:
+            return f"FAILED: {entry['operator']} {entry['node']}: {entry['reason']}"
         return (
             f"FAILED: {entry['operator']} {entry['node']}: error {entry['max_error']}, bound {entry['bound']}"
         )

@@ -354,6 +354,69 @@ def test_the_session_gives_plain_data(
     assert (entry["operator"], entry["node"], entry["passed"]) == ("MatMul", "the_node", False)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("MatMul", 1),
+        ("MatMul in half precision", 1),
+        ("MatMul large enough for tiles", 1),
+        ("Gemm", 1),
+        ("Gemm", 2),
+        ("FusedMatMul", 1),
+        ("4 bits", 2),
+        ("4 bits, half scales", 2),
+        ("8 bits, float zero points, bias", 3),
+        ("8 bits, float zero points, bias", 5),
+        ("Conv", 1),
+        ("Conv", 2),
+        ("CausalConvWithState", 1),
+        ("CausalConvWithState without a state", 1),
+    ],
+)
+def test_a_weight_that_is_not_finite_is_named(
+    name: str, at: int, value: float, save_one_node: SaveNode, tmp_path: Path
+) -> None:
+    """Whichever of its values it is, asked or not: no sum is known, and the node fails for that reason."""
+    op_type, inputs, constants, attributes = CASES[name]
+    for place in (0, -1):
+        spoilt = inputs[at].copy()
+        spoilt.flat[place] = value
+        given = [spoilt if i == at else x for i, x in enumerate(inputs)]
+        path = save_one_node(tmp_path / "node.onnx", op_type, given, constants=constants, **attributes)
+        for precision in ("float32", "float64"):
+            (entry,) = (proof := proof_of(path, precision=precision)).entries
+            assert (proof.passed, entry.passed) == (False, False)
+            assert entry.reason == f"its input {at}, x{at}, holds a value that is NaN or infinite"
+
+
+def test_infinity_keeps_to_no_bound(
+    save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum that is infinite has an infinite bound, within which anything would be: its node fails."""
+    op_type, inputs, constants, attributes = CASES["Gemm"]
+    path = save_one_node(
+        tmp_path / "node.onnx", op_type, inputs, constants=constants, **{**attributes, "alpha": float("inf")}
+    )
+    plant_kernel(monkeypatch, "Gemm", lambda compute, inputs: np.zeros((inputs[0].shape[1], 20), np.float32))
+    proof = proof_of(path)
+    (entry,) = proof.entries
+    assert (proof.passed, entry.passed) == (False, False)
+    assert entry.reason == "what it must give is not finite itself"
+    (plain,) = proof.mapping()["entries"]
+    assert (plain["max_error"], plain["bound"]) == (None, None)
+
+
+@pytest.mark.parametrize("loss", ["half result", "one that is no number"])
+def test_a_kernel_that_loses_has_no_excuse(
+    loss: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reason stands only where a weight or the sum is not finite; NaN of finite weights is the kernel's."""
+    plant_kernel(monkeypatch, "MatMul", LOSSES[loss])
+    (entry,) = proof_of(saved(save_one_node, tmp_path, "MatMul")).entries
+    assert (entry.passed, entry.reason) == (False, None)
+
+
 MALFORMED: dict[str, tuple[onnx.NodeProto, dict[str, Any]]] = {
     "codes of another size": (
         helper.make_node("MatMulNBits", ["x", "b", "s"], ["y"], domain=CONTRIB, N=8, K=64, block_size=32),

@@ -17,8 +17,10 @@ from fixtures.planted import planted
 from fixtures.planted_kernels import LOSSES, plant_kernel
 from harness.decode.diagnose import first_non_finite
 from harness.engines.registry import EngineSpec, parse_engine
+from harness.errors import InvalidRunError
 from harness.events import CheckFinished, Event, PromptJudged, SessionOpened
 from harness.parity.check import CheckPlan, Prompt, run_check
+from harness.parity.proving import require_proof
 from harness.report.document import ParityDocument
 
 DECODER = TinyDecoder(layers="ar", seed=3)
@@ -123,6 +125,58 @@ def test_the_node_that_overflows_is_named(model: Path) -> None:
     message = (end.error or {})["message"]
     assert "not finite at generated position 0" in message
     assert "Mul to_too_large" in message
+
+
+def spoil(model: Path, name: str, place: int, value: float) -> None:
+    """Write one value into a weight of the file."""
+    graph = onnx.load(model)
+    (weight,) = (tensor for tensor in graph.graph.initializer if tensor.name == name)
+    array = numpy_helper.to_array(weight).copy()
+    array.flat[place] = value
+    weight.CopyFrom(numpy_helper.from_array(array, name))
+    onnx.save(graph, model)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+def test_a_weight_that_is_not_finite_makes_the_run_invalid(model: Path, value: float) -> None:
+    """Exit 6 before a token is judged; one line names node and weight, and the report keeps to its schema."""
+    (head,) = (node for node in onnx.load(model).graph.node if "logits" in node.output)
+    spoil(model, head.input[1], 0, value)
+    end, events, report = check(model)
+    assert (end.verdict, end.exit_code) == ("invalid-run", 6)
+    assert not any(isinstance(event, PromptJudged) for event in events)
+    message = (end.error or {})["message"]
+    assert "\n" not in message
+    assert f"{head.op_type} {head.name or head.op_type}" in message
+    assert f"its input 1, {head.input[1]}, holds a value that is NaN or infinite" in message
+    (failed,) = (entry for entry in report["oracle"]["proof"]["entries"] if not entry["passed"])
+    assert failed["max_error"] is None
+    assert failed["reason"] in message
+
+
+def test_a_weight_of_no_sum_that_is_not_finite_names_the_node_that_reads_it(model: Path) -> None:
+    """An embedding of a prompt's token: no product reads it first."""
+    (gather,) = (node for node in onnx.load(model).graph.node if "embedding" in node.input)
+    spoil(model, "embedding", DECODER.width, np.nan)  # token 1
+    end, _, report = check(model)
+    assert (end.verdict, end.exit_code) == ("invalid-run", 6)
+    assert report["oracle"]["proof"]["passed"] is True
+    assert f"Gather Gather({gather.output[0]})" in (end.error or {})["message"]
+
+
+@pytest.mark.parametrize("error", [None, 0.5])
+@pytest.mark.parametrize("bound", [None, 0.25])
+def test_a_failed_proof_has_a_message_whatever_of_it_is_null(
+    error: float | None, bound: float | None
+) -> None:
+    """JSON has no NaN: null for error or bound is part of the schema, and of an engine's own proof too."""
+    entry = {"operator": "MatMul", "node": "n", "max_error": error, "bound": bound, "passed": False}
+    with pytest.raises(InvalidRunError) as caught:
+        require_proof({"precision": "float32", "passed": False, "entries": [entry]})
+    message = caught.value.message
+    assert "MatMul n " in message
+    assert ("NaN or infinity" if error is None else "5.00e-01") in message
+    assert ("no finite bound" if bound is None else "2.50e-01") in message
 
 
 def test_engines_that_cannot_look_inside_name_nothing(model: Path) -> None:

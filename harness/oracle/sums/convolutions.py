@@ -67,7 +67,7 @@ def causal_conv(site: Site) -> KnownSums | None:
         expected, magnitude = (w * exact).sum(axis=1), np.abs(w * exact).sum(axis=1)
         if (bias := site.constants[2] if node.has_input(2) else None) is not None:
             expected, magnitude = expected + bias, magnitude + np.abs(bias.astype(np.float64))
-        loud = expected > _SATURATED
+        loud = (expected > _SATURATED) | ~np.isfinite(expected)
         arguments = site.arguments(x)
         if node.has_input(3):
             arguments[3] = past
