@@ -223,17 +223,20 @@ class _Reader:
                 if source < len(inputs) and target < len(outputs) and inputs[source] is not None:
                     self._budget.spend(2 * Budget.OBJECT)
                     flow.step(inputs[source], outputs[target], role, node.operator, whole=whole)
-            if node.graphs and not node.domain:
+            if node.graphs and not node.domain and ("", node.operator) not in self._functions:
                 self._walk_subgraphs(flow, node, inputs, outputs, scopes)
         self._depth -= 1
 
     def _steps(self, node: Node) -> Iterable[_Slot]:
-        """Input and output positions between which the node keeps a cache."""
+        """Input and output positions between which the node keeps a cache.
+
+        A function of the model takes the place of an operator of that name (ONNX IR, model local functions).
+        """
         operator = (node.domain, node.operator)
-        if operator in CACHE_SLOTS:
-            return CACHE_SLOTS[operator]
         if operator in self._functions:
             return self._summary(operator)
+        if operator in CACHE_SLOTS:
+            return CACHE_SLOTS[operator]
         if node.domain:
             return ()
         if node.operator in _FIRST_TO_FIRST:
@@ -262,8 +265,16 @@ class _Reader:
         self._walk(flow, body, [flow.scope])
         flow.close()
         positions = {name: position for position, name in enumerate(body.outputs)}
+        # Exporters add a body to an operator that not every runtime has. Where that body keeps a cache in
+        # the operator's own slots, it is what the operator says; a body need not say it.
+        named = {slot[:2]: slot[2] for slot in CACHE_SLOTS.get(operator, ())}
         self._summaries[operator] = tuple(
-            (position, positions[reached.output], reached.role, reached.whole)
+            (
+                position,
+                positions[reached.output],
+                reached.role or named.get((position, positions[reached.output])),
+                reached.whole,
+            )
             for position, name in enumerate(body.inputs)
             for reached in flow.reached(name)
         )

@@ -530,3 +530,54 @@ def test_ways_that_meet_in_a_graph_made_for_it_end_in_silence() -> None:
     assert len(flow.reached("i0")) == 600
     assert [flow.reached(f"i{cache}") for cache in range(1, 600)][-1] == ()
     assert flow.reached("i0") == ()
+
+
+def keeping(kept: dict[str, str]) -> onnx.FunctionProto:
+    """A function in the place of GroupQueryAttention, which appends to each past what gives that present."""
+    body = [
+        helper.make_node("Identity", ["q"], ["o"]),
+        *(node for past, present in kept.items() for node in concat(past, present)),
+    ]
+    return helper.make_function(
+        "com.microsoft",
+        "GroupQueryAttention",
+        ["q", "k", "v", "past_k", "past_v"],
+        ["o", "present_k", "present_v"],
+        body,
+        [helper.make_opsetid("", 21)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("kept", "found"),
+    [
+        ({"past_k": "present_k", "past_v": "present_v"}, [("present.0.key", Role.KV_KEY)]),
+        ({"past_v": "present_k", "past_k": "present_v"}, [("present.0.value", None)]),
+        ({"past_v": "present_v"}, []),
+    ],
+)
+def test_a_function_takes_the_place_of_the_operator_of_its_name(
+    tmp_path: Path, kept: dict[str, str], found: list[tuple[str, Role | None]]
+) -> None:
+    """What the model defines is what runs; in the operator's own slots it is what the operator says."""
+    names = ("past.0.key", "past.0.value"), ("present.0.key", "present.0.value")
+    node = helper.make_node(
+        "GroupQueryAttention", ["q", "k", "v", *names[0]], ["y", *names[1]], domain="com.microsoft"
+    )
+    pasts, presents = dict.fromkeys(names[0], GROWING), dict.fromkeys(names[1], GROWN)
+    flow = read_cache_flow(model(tmp_path / "m.onnx", [node], pasts, presents, (keeping(kept),)))
+    assert [(one.output, one.role) for one in flow.reached("past.0.key")] == found
+
+
+def test_a_function_takes_the_place_of_a_standard_operator(tmp_path: Path) -> None:
+    """Also of one that hands a value on, and of one with bodies: both lead only where the function does."""
+    nothing = [helper.make_node("MatMul", ["c", "c"], ["o"])]
+    opsets = [helper.make_opsetid("", 21)]
+    branch_body = helper.make_graph([identity("past.0.key", "kept")], "then", [], [info("kept", [4])])
+    for operator, graphs in (("Identity", {}), ("If", {"then_branch": branch_body})):
+        function = helper.make_function("", operator, ["c"], ["o"], nothing, opsets)
+        node = helper.make_node(operator, ["past.0.key"], ["present.0.key"], **graphs)
+        path = model(
+            tmp_path / "m.onnx", [node], {"past.0.key": GROWING}, {"present.0.key": GROWN}, (function,)
+        )
+        assert read_cache_flow(path).reached("past.0.key") == ()
