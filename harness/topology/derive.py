@@ -259,7 +259,8 @@ def _ask_dataflow(
     """Let the second witness speak: on what is bound, and on what is still open."""
     book.bindings, findings = confirm(flow, book.bindings, {*book.owners, *map(str, outputs)})
     free = {name: port for name, port in outputs.items() if name not in book.owners}
-    settled, more = settle(flow, exclude_bound(inputs, book.bindings), free, names.role_by_name)
+    still_open = exclude_bound(inputs, book.bindings)
+    settled, more = settle(flow, still_open, free, book.owners, names.role_by_name)
     book.findings += [*findings, *more]
     for binding in settled:
         book.bindings.append(binding)

@@ -22,11 +22,13 @@ def settle(
     flow: CacheFlow,
     inputs: Sequence[Port],
     free: Mapping[str, Port],
+    taken: Collection[str],
     role_by_name: Callable[[Port], Role | None],
 ) -> tuple[list[CacheBinding], list[Finding]]:
     """Bind inputs that names leave open to the only free output that each of them reaches as a cache.
 
-    An output that two of them reach settles nothing. What the cache is, its name says, or else the
+    An output that two of them reach settles nothing, nor does an input that goes without arithmetic into
+    another's present. What the cache is, its name says, or else the
     operator that updates it; where neither does, the input stays open. Where both do and differ, that
     is a contradiction, which is returned beside the bindings.
 
@@ -34,11 +36,10 @@ def settle(
         flow: of the graph.
         inputs: those without a role.
         free: outputs without a partner, by name.
+        taken: names of the outputs that are another's present.
         role_by_name: what the name of an input says that it is, None for nothing.
     """
-    reached = {
-        port.name: _closest([one for one in flow.reached(port.name) if one.output in free]) for port in inputs
-    }
+    reached = {port.name: _closest(_presents(flow, port, free, taken)) for port in inputs}
     claims: dict[str, int] = {}
     for found in reached.values():
         for one in found:
@@ -47,7 +48,7 @@ def settle(
     findings = []
     for port in inputs:
         found = reached[port.name]
-        if len(found) != 1 or claims[found[0].output] != 1:
+        if len(found) != 1 or found[0].output in taken or claims[found[0].output] != 1:
             continue
         role = role_by_name(port) or found[0].role
         if role is not None:
@@ -59,6 +60,13 @@ def settle(
             bindings.append(binding)
             findings += _contradictions(binding, present, found[0])
     return bindings, findings
+
+
+def _presents(flow: CacheFlow, port: Port, free: Collection[str], taken: Collection[str]) -> list[Reached]:
+    """Outputs that an open input may belong to, and those of others that it goes into as a whole."""
+    return [
+        one for one in flow.reached(port.name) if one.output in free or (one.whole and one.output in taken)
+    ]
 
 
 def confirm(

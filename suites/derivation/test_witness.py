@@ -615,3 +615,47 @@ def test_the_two_states_of_an_lstm_are_told_apart(tmp_path: Path, swapped: bool)
     states = [port for port in derivation.topology.roles if port.role is Role.STATE]
     assert len(states) == 4
     assert all("confirmed by dataflow through LSTM" in port.because for port in states)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_nameless_half_of_what_was_stacked_is_not_settled(tmp_path: Path, half: int) -> None:
+    """Names take one of two halves, and the other is not thereby the nameless input's: it reaches both."""
+    outputs = ["cat_1", "cat_1"]
+    outputs[half] = "present.0.key"
+    nodes = [
+        helper.make_node("Concat", ["past_key_values.0.key", "past_key_values_0.1"], ["both"], axis=1),
+        helper.make_node("Split", ["both"], outputs, axis=1, num_outputs=2),
+    ]
+    pasts = {"past_key_values.0.key": GROWING, "past_key_values_0.1": GROWING}
+    path = model(tmp_path / "m.onnx", nodes, pasts, {"present.0.key": GROWN, "cat_1": GROWN})
+    refusal = derive(path).refusal
+    assert refusal is not None
+    assert "past_key_values_0.1" in refusal.ports
+
+
+def test_what_goes_into_a_present_that_names_take_is_not_settled_by_arithmetic(tmp_path: Path) -> None:
+    """A nameless cache that is another's present, and is computed with on the way to a free output."""
+    nodes = [
+        *concat("past_key_values_0.1", "present.0.key"),
+        helper.make_node("Mul", ["past_key_values_0.1", "w"], ["cat_1"]),
+        *concat("past_key_values.0.key", "nowhere"),
+    ]
+    pasts = {"past_key_values.0.key": GROWING, "past_key_values_0.1": GROWING}
+    path = model(tmp_path / "m.onnx", nodes, pasts, {"present.0.key": GROWN, "cat_1": GROWN})
+    refusal = derive(path).refusal
+    assert refusal is not None
+    assert "past_key_values_0.1" in refusal.ports
+
+
+def test_what_goes_into_its_own_output_is_settled_whatever_is_computed_from_it(tmp_path: Path) -> None:
+    """A nameless window goes on into the state of the names through arithmetic: that is its use."""
+    nodes = [
+        *concat("past_key_values_0.1", "cat_1"),
+        helper.make_node("Mul", ["cat_1", "w"], ["c"]),
+        helper.make_node("Add", ["past_key_values.0.key", "c"], ["present.0.key"]),
+    ]
+    pasts = {"past_key_values.0.key": GROWING, "past_key_values_0.1": GROWING}
+    path = model(tmp_path / "m.onnx", nodes, pasts, {"present.0.key": GROWN, "cat_1": GROWN})
+    topology = derive(path).topology
+    assert topology is not None
+    assert topology.kv_outputs == ("present.0.key", "cat_1")
