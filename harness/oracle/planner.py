@@ -15,6 +15,7 @@ import onnx
 from harness.errors import EngineFailedError, InputError, ParityError
 from harness.oracle.declared import keeping_types
 from harness.oracle.executor import ABSENT, DISCARD, Body, Step
+from harness.oracle.functions import Functions
 from harness.oracle.kernels import LEFT_OUT, find, operator_version
 from harness.oracle.kernels.registry import Kernel
 from harness.oracle.names import domain_of, free_names, label_of, ordered, resolved
@@ -69,16 +70,15 @@ class Planner:
         self._reader = reader
         self._precision = precision
         self._budget = budget
-        self._inline_functions = inline_functions
-        self._functions = {(domain_of(f.domain), f.name, f.overload): f for f in model.functions}
-        self._open: list[str] = []
+        self._functions = Functions(model, reader.path.name, inline_all=inline_functions)
         self._missing: dict[str, list[str]] = {}
 
     def plan(self) -> Body:
         """The main graph as a body.
 
         Raises:
-            InputError: the graph is not well-formed, or a tensor cannot be read.
+            InputError: the graph is not well-formed, a tensor cannot be read, or there are too many nodes in
+                functions (`harness.oracle.functions`).
             EngineFailedError: operators are missing (`unsupported`).
         """
         opsets = {domain_of(entry.domain): entry.version for entry in self._model.opset_import}
@@ -137,8 +137,8 @@ class Planner:
             domain = domain_of(node.domain)
             version = operator_version(domain, node.op_type, scope.opsets.get(domain, 1))
             entry = find(domain, node.op_type, version)
-            function = self._functions.get((domain, node.op_type, node.overload))
-            if function is not None and (entry is None or self._inline_functions):
+            function = self._functions.called_by(node, scope.opsets)
+            if function is not None:
                 self._inline(node, function, scope)
             elif entry is None:
                 opset = scope.opsets.get(domain)
@@ -155,13 +155,7 @@ class Planner:
 
     def _inline(self, node: onnx.NodeProto, function: onnx.FunctionProto, scope: Scope) -> None:
         """Plan the nodes of a function in place of the node that calls it."""
-        key = f"{function.domain}.{function.name}"
-        if key in self._open:
-            raise InputError(
-                f"The functions {', '.join(self._open)} of {self._reader.path.name} call each other "
-                "in a circle.",
-                next_action="Export the graph again, or run `onnx.checker` on it.",
-            )
+        self._functions.reserve(function, label_of(node, scope))
         given = {attribute.name: attribute for attribute in resolved(node.attribute, scope)}
         defaults = {attribute.name: attribute for attribute in function.attribute_proto}
         inner = Scope(
@@ -177,9 +171,7 @@ class Planner:
             if declared is not None:
                 inner.types[name] = declared
         inner.declare(function.value_info)
-        self._open.append(key)
         self._nodes(function.node, inner, function.output)
-        self._open.pop()
         for name, formal in zip(node.output, function.output, strict=False):
             if name:
                 scope.names[name] = self._value(formal, inner, label_of(node, scope))

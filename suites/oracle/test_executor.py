@@ -366,6 +366,86 @@ def test_functions_that_call_themselves_are_refused(tmp_path: Path) -> None:
         OracleModel.load(path)
 
 
+def calls(count: int, name: str, x: str = "x", y: str = "y") -> list[onnx.NodeProto]:
+    """`count` calls of a function of the domain `own`, one after the other."""
+    names = [x, *(f"t{i}" for i in range(count - 1)), y]
+    return [node(name, [names[i]], [names[i + 1]], domain="own") for i in range(count)]
+
+
+def model_of_functions(
+    path: Path, bodies: dict[str, list[onnx.NodeProto]], first: str, times: int = 1
+) -> Path:
+    """A graph that calls the function `first`, of functions x -> y by name."""
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("own", 1)]
+    functions = [
+        helper.make_function("own", name, ["x"], ["y"], body, opsets) for name, body in bodies.items()
+    ]
+    return save(
+        path,
+        calls(times, first),
+        [value("x", shape=["n"])],
+        [value("y")],
+        functions=functions,
+        domains=["own"],
+    )
+
+
+def in_branch(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """An If whose branches both hold these nodes, from x to y."""
+    branch = helper.make_graph(nodes, "branch", [], [value("y")])
+    return [
+        node("Constant", [], ["yes"], value=numpy_helper.from_array(np.array(True))),
+        node("If", ["yes"], ["y"], then_branch=branch, else_branch=branch),
+    ]
+
+
+@pytest.mark.parametrize("place", ["in the open", "in branches"])
+def test_functions_that_multiply_are_refused_before_memory_is_taken(place: str, tmp_path: Path) -> None:
+    """Each calls the next twice, 2^40 nodes in all: counted, not inlined, and refused with the limit."""
+    around = in_branch if place == "in branches" else list
+    depth = 40 if place == "in the open" else 20
+    bodies = {f"f{i}": around(calls(2, f"f{i + 1}")) for i in range(depth)}
+    bodies[f"f{depth}"] = [node("Neg", ["x"], ["y"])]
+    path = model_of_functions(tmp_path / "m.onnx", bodies, "f0")
+    tracemalloc.start()
+    with pytest.raises(
+        InputError, match=r"Function own\.f0 of m\.onnx, which node f0\(y\) calls, .* at most 262,144 nodes"
+    ):
+        OracleModel.load(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 << 20
+
+
+def test_the_limit_counts_what_is_inlined_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three calls of a function of 4 + 2 * 3 nodes: 30, of which a limit of 29 refuses the last call."""
+    bodies = {
+        "outer": [*calls(2, "inner", y="t"), node("Abs", ["t"], ["u"]), node("Neg", ["u"], ["y"])],
+        "inner": [node("Neg", ["x"], ["a"]), node("Abs", ["a"], ["b"]), node("Neg", ["b"], ["y"])],
+    }
+    path = model_of_functions(tmp_path / "m.onnx", bodies, "outer", times=3)
+    monkeypatch.setattr("harness.oracle.functions._MOST_NODES", 30)
+    x = np.array([2, -3], np.float32)
+    np.testing.assert_array_equal(OracleModel.load(path).run({"x": x}, ["y"])["y"], np.float32([-2, -3]))
+    monkeypatch.setattr("harness.oracle.functions._MOST_NODES", 29)
+    with pytest.raises(InputError, match=r"own\.outer .* which node outer\(y\) calls, comes to 10 nodes"):
+        OracleModel.load(path)
+
+
+@pytest.mark.parametrize("depth", [50, 51, 5000])
+def test_functions_are_inlined_to_a_depth(depth: int, tmp_path: Path) -> None:
+    """A chain as deep as the limit is computed; a longer one is refused, however long it is."""
+    bodies = {f"f{i}": calls(1, f"f{i + 1}") for i in range(depth - 1)}
+    bodies[f"f{depth - 1}"] = [node("Neg", ["x"], ["y"])]
+    path = model_of_functions(tmp_path / "m.onnx", bodies, "f0")
+    if depth == 50:
+        x = np.array([2, -3], np.float32)
+        np.testing.assert_array_equal(OracleModel.load(path).run({"x": x}, ["y"])["y"], -x)
+    else:
+        with pytest.raises(InputError, match=r"Function own\.f\d+ of m\.onnx lies in .* more than 50 deep"):
+            OracleModel.load(path)
+
+
 def skip_norm_function() -> onnx.FunctionProto:
     """SkipSimplifiedLayerNormalization (three inputs) in standard operators."""
     rms = node("RMSNormalization", ["sum", "gamma"], ["y"], axis=-1)
