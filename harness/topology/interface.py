@@ -35,6 +35,26 @@ _KINDS: Mapping[str, frozenset[str]] = {
     "any": _INTEGERS | _FLOATS | {"bool"},
 }
 _HIDDEN_WORDS = frozenset({"embedding", "embeddings", "embeds", "encoder", "features", "hidden", "pooled"})
+_PART_WORDS = frozenset({"block", "dec", "decoder", "layer", "predictor", "proj", "projection"})
+_SCORE_WORDS = frozenset({"logits", "logprobs", "prob", "probabilities", "probs", "score", "scores"})
+_OTHER_SCORES = frozenset(
+    {
+        "aux",
+        "auxiliary",
+        "class",
+        "ctc",
+        "gate",
+        "gating",
+        "mtp",
+        "reward",
+        "router",
+        "stop",
+        "value",
+        "values",
+    }
+)
+_BYTES = 256  # a vocabulary of bytes, and of most toys
+_WIDEST_HIDDEN = 16_384  # of Llama 3.1 405B; most vocabularies are wider
 _NO_TOKEN_WORDS = frozenset(
     {
         "index",
@@ -261,42 +281,123 @@ def place_token_by_shape(inputs: Sequence[Port]) -> NamedPort | Finding | None:
     )
 
 
-def place_logits(outputs: Sequence[Port], *, widths: Collection[Dimension]) -> NamedPort | Finding:
+def place_logits(
+    outputs: Sequence[Port], *, widths: Collection[Dimension], heads: Collection[Dimension] = ()
+) -> NamedPort | Finding:
     """Find the logits among the outputs that are no caches.
 
-    The output named `logits`; or the only one with that word in its name; or the only float output of
-    rank 2 or 3, unless it is a hidden state: by its name, or because its width is one of `widths`, the
-    widths of states and embeddings.
+    The output named `logits`; or the only one with that word in its name, where no other could be over the
+    vocabulary instead; or the only float output of rank 2 or 3, where its name or width leaves no other
+    reading. Greedy choice over anything else gives IDs that look valid, so whatever is in doubt is refused.
+
+    Args:
+        outputs: those that no other rule explains.
+        widths: extents of states, and the last ones of embeddings and encoder outputs. An output with one of
+            these is a hidden state.
+        heads: widths of the KV heads, of one and of all together. A hidden state is as wide as the query
+            heads, of which there are as many, or some for each.
     """
-    fitting = [
-        port
-        for port in outputs
-        if (port.dtype is None or port.dtype in _FLOATS) and (port.shape is None or len(port.shape) in (2, 3))
-    ]
-    for chosen, because in (
-        ([port for port in fitting if port.name == "logits"], "named logits"),
-        (
-            [port for port in fitting if "logits" in words(port.name)],
-            "the only output with logits in its name",
-        ),
-    ):
-        if len(chosen) == 1:
-            return NamedPort(chosen[0], Role.LOGITS, because)
+    fitting = [port for port in outputs if _may_be_logits(port)]
+    exact = [port for port in fitting if port.name == "logits"]
+    if exact:
+        return NamedPort(exact[0], Role.LOGITS, "named logits")
+    named = [port for port in fitting if "logits" in words(port.name)]
+    if len(named) == 1:
+        return _only_named(named[0], fitting, widths)
     shaped = [port for port in fitting if port.shape is not None and port.dtype is not None]
-    hidden = [port for port in shaped if _is_hidden(port, widths)]
-    names = tuple(port.name for port in shaped)
-    if len(shaped) == 1 and len(fitting) == 1 and not hidden:
-        return NamedPort(shaped[0], Role.LOGITS, "the only float output of rank 2 or 3 that is no cache")
-    if len(shaped) == 1 and hidden:
-        what = f"output {quoted(names[0])} is a hidden state, by name or by a width that a state has as well"
-    elif fitting:
-        names = tuple(port.name for port in fitting)
-        what = f"outputs {listed(names)} could all be meant"
-    else:
-        what = "no float output of rank 2 or 3 is left"
+    if len(shaped) == 1:
+        doubt = _hidden(shaped[0], widths) or _no_vocabulary(shaped[0]) or _like_hidden(shaped[0], heads)
+        if doubt is not None:
+            return _no_logits(f"output {quoted(shaped[0].name)} {doubt}", shaped)
+        misfits = [port for port in outputs if "logits" in words(port.name) and not _may_be_logits(port)]
+        if misfits:
+            return _no_logits(_all_meant([*fitting, *misfits]), [*fitting, *misfits])
+        if len(fitting) == 1:
+            because = "the only float output of rank 2 or 3 that is no cache"
+            return NamedPort(shaped[0], Role.LOGITS, because)
+    if fitting:
+        return _no_logits(_all_meant(fitting), fitting)
+    return _no_logits("no float output of rank 2 or 3 is left", ())
+
+
+def _may_be_logits(port: Port) -> bool:
+    """True if neither dtype nor rank speaks against it."""
+    is_float = port.dtype is None or port.dtype in _FLOATS
+    return is_float and (port.shape is None or len(port.shape) in (2, 3))
+
+
+def _only_named(named: Port, fitting: Sequence[Port], widths: Collection[Dimension]) -> NamedPort | Finding:
+    """The only output with logits in its name, unless these are of another kind or others may be meant."""
+    rivals = [port for port in fitting if port is not named and _rivals(port, named, widths)]
+    if rivals:
+        return _no_logits(_all_meant([named, *rivals]), [named, *rivals])
+    doubt = _no_vocabulary(named)
+    if doubt is not None:
+        return _no_logits(f"output {quoted(named.name)} {doubt}", [named])
+    return NamedPort(named, Role.LOGITS, "the only output with logits in its name")
+
+
+def _no_logits(what: str, ports: Sequence[Port]) -> Finding:
+    names = tuple(port.name for port in ports)
     return Finding("E_NO_LOGITS_OUTPUT", f"No logits: {what}. Declare model.io.logits_output.", names)
 
 
-def _is_hidden(port: Port, widths: Collection[Dimension]) -> bool:
-    width = port.shape[-1] if port.shape else None
-    return bool(words(port.name) & _HIDDEN_WORDS) or (isinstance(width, int) and width in widths)
+def _all_meant(ports: Sequence[Port]) -> str:
+    return f"outputs {listed(port.name for port in ports)} could all be meant"
+
+
+def _rivals(port: Port, named: Port, widths: Collection[Dimension]) -> bool:
+    """True if `port` could be over the vocabulary rather than `named`: nothing shows that it is narrower."""
+    if _hidden(port, widths) or _no_vocabulary(port):
+        return False
+    width, other = _width(port), _width(named)
+    return not (isinstance(width, int) and isinstance(other, int) and width < other)
+
+
+def _hidden(port: Port, widths: Collection[Dimension]) -> str | None:
+    """That a port is a hidden state, None where neither name nor width says so."""
+    width = _width(port)
+    if words(port.name) & _HIDDEN_WORDS or (isinstance(width, int) and width in widths):
+        return "is a hidden state, by name or by a width that a state has as well"
+    return None
+
+
+def _no_vocabulary(port: Port) -> str | None:
+    """Why the scores in a port are not over a vocabulary, None where they may be."""
+    width = _width(port)
+    if words(port.name) & _OTHER_SCORES:
+        return "is by name another sort of scores than those over the vocabulary"
+    if isinstance(width, int) and width <= 1:
+        return f"has a last axis of {width}, which is no vocabulary"
+    if (
+        port.shape is not None
+        and len(port.shape) == 2
+        and not (isinstance(width, int) or _says_vocabulary(width))
+    ):
+        return "has one number for each token, and no axis that is known to be a vocabulary"
+    return None
+
+
+def _like_hidden(port: Port, heads: Collection[Dimension]) -> str | None:
+    """Why a port may hold activations rather than scores, None where it does not look like them."""
+    said, width = words(port.name), _width(port)
+    if said & _SCORE_WORDS or _says_vocabulary(width):
+        return None
+    if not isinstance(width, int):
+        return "has a width that is not known, and nothing says that it is over a vocabulary"
+    if width > _WIDEST_HIDDEN:
+        return None
+    if said & _PART_WORDS:
+        return "is by name what a part of the network gives, and no wider than hidden states are"
+    together = any(isinstance(head, int) and head > 1 and width % head == 0 for head in heads)
+    if width in heads or (together and width != _BYTES):
+        return "is as wide as a whole number of attention heads, as hidden states are"
+    return None
+
+
+def _says_vocabulary(extent: Dimension) -> bool:
+    return isinstance(extent, str) and "vocab" in extent.lower()
+
+
+def _width(port: Port) -> Dimension:
+    return port.shape[-1] if port.shape else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Literal
 
 from harness.package import Package
@@ -249,13 +250,22 @@ def _place_logits(placement: Placement) -> None:
     if placement.taken(Role.LOGITS) is not None:
         return
     widths = {extent for shape in placement.shapes(Role.STATE) for extent in shape}
-    widths |= {extent for shape in placement.shapes(Role.EMBEDS) for extent in shape[-1:]}
+    for role in (Role.EMBEDS, Role.ENCODER_HIDDEN_STATES):
+        widths |= {extent for shape in placement.shapes(role) for extent in shape[-1:]}
+    attention = (Role.KV_KEY, Role.KV_VALUE, Role.KV_FUSED)
+    heads = {width for role in attention for shape in placement.shapes(role) for width in _head_widths(shape)}
     candidates = _unexplained(placement, placement.open_outputs())
-    found = place_logits(candidates, widths=widths)
+    found = place_logits(candidates, widths=widths, heads=heads)
     if isinstance(found, NamedPort):
         placement.place(found.port.name, "output", found.role, found.because)
     else:
         placement.findings.append(found)
+
+
+def _head_widths(shape: Sequence[Dimension]) -> tuple[int, ...]:
+    """How wide one head of a KV cache of this shape is, and all of them together, where it says so."""
+    extents = [extent for extent in shape[1:] if isinstance(extent, int)]
+    return (extents[-1], prod(extents)) if extents else ()
 
 
 def _unexplained(placement: Placement, ports: Sequence[Port]) -> list[Port]:

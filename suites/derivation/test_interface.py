@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness.ports import Port, PortInventory
-from harness.topology.interface import _RULES, _NameRule
+from harness.topology.interface import _OTHER_SCORES, _PART_WORDS, _RULES, _NameRule
 from harness.topology.resolve import resolve
 from harness.topology.spec import Derivation, Refusal, Role, Topology
 
@@ -174,6 +176,155 @@ def test_two_candidates_for_the_logits_are_refused() -> None:
     found = refusal([TOKENS], outputs)
     assert found.code == "E_NO_LOGITS_OUTPUT"
     assert found.ports == ("left", "right")
+
+
+def scores(name: str, width: int | str, *, rank: int = 3) -> Port:
+    """A float output with this last axis."""
+    return Port(name, "float32", (*("b", "s")[: rank - 1], width))
+
+
+def no_logits(*outputs: Port) -> Refusal:
+    """The refusal of a decoder with these outputs, for want of logits, with the key to declare."""
+    found = refusal([TOKENS], list(outputs))
+    assert found.code == "E_NO_LOGITS_OUTPUT"
+    assert "model.io.logits_output" in found.message
+    return found
+
+
+@given(
+    name=st.sampled_from(["lm_logits", "token_logits", "logits_Q4", "draft_logits"]),
+    width=st.integers(2, 200_000),
+    rival=st.integers(2, 200_000),
+    ranks=st.tuples(st.sampled_from([2, 3]), st.sampled_from([2, 3])),
+    order=st.permutations([0, 1]),
+)
+def test_logits_by_a_word_of_their_name_have_no_rival_that_is_as_wide(
+    name: str, width: int, rival: int, ranks: tuple[int, int], order: list[int]
+) -> None:
+    """A vocabulary is the widest thing that a decoder gives: only a narrower output leaves no doubt."""
+    both = [scores(name, width, rank=ranks[0]), scores("output", rival, rank=ranks[1])]
+    outputs = [both[i] for i in order]
+    if rival < width:
+        assert topology([TOKENS], outputs).logits_output == name
+    else:
+        assert set(no_logits(*outputs).ports) == {name, "output"}
+    named = Port("logits", "float32", both[0].shape)
+    assert topology([TOKENS], [both[1], named]).logits_output == "logits"
+
+
+@pytest.mark.parametrize("other", sorted(_OTHER_SCORES))
+def test_logits_of_another_kind_by_name_are_not_those_over_the_vocabulary(other: str) -> None:
+    """Experts, stops, auxiliary losses and the like have logits as well, alone or beside those meant."""
+    named = scores(f"{other}_logits", 8)
+    assert no_logits(named).ports == (named.name,)
+    assert no_logits(scores(other, 8)).ports == (other,)
+    assert set(no_logits(named, scores("output", 32_000)).ports) == {named.name, "output"}
+    assert topology([TOKENS], [LOGITS, named]).logits_output == "logits"
+
+
+@pytest.mark.parametrize("name", ["score", "rewards", "left", "stop_token_logits", "lm_logits", "log_probs"])
+@pytest.mark.parametrize("shape", [("b", 1), ("b", "s", 1), ("b", "s", 0), ("b", "s")])
+def test_one_number_for_each_row_or_token_is_over_no_vocabulary(
+    name: str, shape: tuple[str | int, ...]
+) -> None:
+    """Rewards, values and stops: the argmax over such an axis is no token, whatever the output is called."""
+    assert no_logits(Port(name, "float32", shape)).ports == (name,)
+
+
+@pytest.mark.parametrize("name", ["out", "lm_logits", "scores"])
+@pytest.mark.parametrize("shape", [("b", "vocab"), ("b", "s", "vocab_size"), ("b", 1, "padded_vocab")])
+def test_a_symbol_may_say_that_an_axis_is_the_vocabulary(name: str, shape: tuple[str | int, ...]) -> None:
+    """An exporter that leaves the extent open and names it has said what it is."""
+    assert topology([TOKENS], [Port(name, "float32", shape)]).logits_output == name
+
+
+@given(
+    heads=st.integers(1, 32),
+    width=st.integers(2, 256),
+    queries=st.integers(1, 128),
+    transposed=st.booleans(),
+    rank=st.sampled_from([2, 3]),
+)
+def test_a_nameless_output_as_wide_as_heads_of_attention_is_no_logits(
+    heads: int, width: int, queries: int, transposed: bool, rank: int
+) -> None:
+    """Hidden states are as wide as some heads together, not always those of the queries.
+
+    256 is the vocabulary of bytes, unless it is just the width of one KV head or of all.
+    """
+
+    def cache(name: str, length: str) -> Port:
+        return Port(name, "float32", ("b", heads, *((width, length) if transposed else (length, width))))
+
+    def resolved(*outputs: Port) -> Derivation:
+        inputs = (TOKENS, cache("past_key_values.0.key", "past"))
+        return resolve(PortInventory(inputs, (*outputs, cache("present.0.key", "total"))))
+
+    extent = queries * width
+    if extent <= 16_384 and (extent != 256 or 256 in (width, heads * width)):
+        found = resolved(scores("output", extent, rank=rank)).refusal
+        assert found is not None
+        assert (found.code, found.ports) == ("E_NO_LOGITS_OUTPUT", ("output",))
+    for certain in (scores("lm_logits", extent), scores("scores", extent), scores("output", 20_000 * width)):
+        told = resolved(certain).topology
+        assert told is not None
+        assert told.logits_output == certain.name
+
+
+@pytest.mark.parametrize(("heads", "found"), [(2, True), (16, False)])
+def test_bytes_are_a_vocabulary_where_attention_is_not_as_wide(heads: int, found: bool) -> None:
+    """256 is eight heads for each of two, as in a toy of default names; or all 16 of 16, a hidden state."""
+    past, present = (
+        Port(f"{side}.0.key", "float32", ("b", heads, length, 16))
+        for side, length in (("past_key_values", "p"), ("present", "t"))
+    )
+    derivation = resolve(PortInventory((TOKENS, past), (scores("linear_14", 256), present)))
+    assert (derivation.topology is not None) is found
+
+
+def test_heads_of_one_number_say_nothing_of_widths() -> None:
+    """Every width is some of them."""
+    past, present = (
+        Port(f"{side}.0.key", "float32", ("b", 1, length, 1))
+        for side, length in (("past_key_values", "p"), ("present", "t"))
+    )
+    found = resolve(PortInventory((TOKENS, past), (scores("output", 1000), present))).topology
+    assert found is not None
+    assert found.logits_output == "output"
+
+
+@pytest.mark.parametrize("part", sorted(_PART_WORDS))
+def test_what_a_part_of_the_network_gives_is_no_logits_by_itself(part: str) -> None:
+    """A predictor's output feeds a joiner; what is wider than any hidden state can only be scores."""
+    assert no_logits(scores(f"{part}_out", 1_000)).ports == (f"{part}_out",)
+    assert no_logits(scores(f"{part}_out", 16_384)).ports == (f"{part}_out",)
+    assert topology([TOKENS], [scores(f"{part}_out", 51_865)]).logits_output == f"{part}_out"
+    assert topology([TOKENS], [scores(f"{part}_logits", 1_000)]).logits_output == f"{part}_logits"
+
+
+def test_a_nameless_output_of_unknown_width_is_no_logits() -> None:
+    """Nothing says that it is over a vocabulary."""
+    assert no_logits(scores("output", "d")).ports == ("output",)
+
+
+def test_an_output_as_wide_as_the_encoder_is_no_logits() -> None:
+    """It may be what the decoder makes of the encoder's states."""
+    encoder = Port("encoder_hidden_states", "float32", ("b", "e", 1000))
+    found = refusal([TOKENS, encoder], [scores("out", 1000)])
+    assert (found.code, found.ports) == ("E_NO_LOGITS_OUTPUT", ("out",))
+
+
+def test_a_wide_hidden_state_is_no_rival_of_the_logits() -> None:
+    """By its name it is something else: a small vocabulary may stand beside it."""
+    outputs = [scores("hidden_states", 2048), scores("audio_logits", 1025)]
+    assert topology([TOKENS], outputs).logits_output == "audio_logits"
+
+
+@pytest.mark.parametrize("shape", [("b", 4, "s", 1000), (1000,), ()])
+def test_logits_of_another_rank_make_the_only_other_output_doubtful(shape: tuple[str | int, ...]) -> None:
+    """The name says that they are the logits, and the rank that nobody knows how to read them."""
+    found = no_logits(scores("base", 1000), Port("medusa_logits", "float32", shape))
+    assert set(found.ports) == {"base", "medusa_logits"}
 
 
 @pytest.mark.parametrize("shape", [("b", "s"), (3, "b", "s"), (1, 2, "s")])
