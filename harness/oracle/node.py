@@ -123,14 +123,7 @@ class Node:
         value = self.integer_or_none(name)
         if not value:
             return None
-        try:
-            return file_dtype(value)
-        except KeyError:
-            raise InputError(
-                f"Node {self.label}: the attribute `{name}` of {self.op_type} is {value}, which is no ONNX "
-                "element type.",
-                next_action=_CHECK,
-            ) from None
+        return file_dtype(value, of=f"the attribute `{name}` of {self.op_type} {self.label}")
 
     def number(self, name: str, default: float | None = None) -> float:
         """A float attribute. It is a float32 in the file, so a default is rounded to one too."""

@@ -9,6 +9,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from harness.errors import InputError
+
 __all__ = ["Array", "Precision", "PrecisionName", "RoundingName", "file_dtype", "is_float", "type_name"]
 
 Array: TypeAlias = NDArray[Any]
@@ -24,9 +26,19 @@ def type_name(elem_type: int) -> str:
     return _SPELLING.get(name, name)
 
 
-def file_dtype(elem_type: int) -> np.dtype[Any]:
-    """The numpy dtype of an ONNX element type; those that numpy lacks come from `ml_dtypes`."""
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type))
+def file_dtype(elem_type: int, of: str = "a value") -> np.dtype[Any]:
+    """The numpy dtype of an ONNX element type; those that numpy lacks come from `ml_dtypes`.
+
+    Raises:
+        InputError: ONNX has no such type; the message says what it is the type `of`.
+    """
+    try:
+        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type))
+    except KeyError:
+        raise InputError(
+            f"The element type {elem_type}, given for {of}, is none that ONNX has.",
+            next_action="Export the graph again, or run `onnx.checker` on it.",
+        ) from None
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:

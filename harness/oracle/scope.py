@@ -110,7 +110,7 @@ class Scope:
         """Note the element types that the file declares of `values`."""
         for value in values:
             if value.type.tensor_type.elem_type:
-                self.types[value.name] = file_dtype(value.type.tensor_type.elem_type)
+                self.types[value.name] = file_dtype(value.type.tensor_type.elem_type, of=value.name)
 
     def type_of(self, name: str) -> np.dtype[Any] | None:
         """The declared type of `name`, as far as the file says it or a constant has it."""

@@ -157,6 +157,7 @@ class TensorReader:
         """
         if tensor.data_type == onnx.TensorProto.UNDEFINED:
             raise self._broken(tensor, "it has no element type")
+        file_dtype(tensor.data_type, of=f"tensor {tensor.name or '(unnamed)'} of {self.path.name}")
         if tensor.data_type == onnx.TensorProto.STRING:
             return self._strings(tensor)
         shape = tuple(tensor.dims)

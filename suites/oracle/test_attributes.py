@@ -138,7 +138,28 @@ def test_an_element_type_that_there_is_not_is_refused_by_name(
 ) -> None:
     """99 is none of ONNX's."""
     path = save_one_node(tmp_path / "m.onnx", "Cast", [FLOATS], to=99)
-    with pytest.raises(InputError, match="Node the_node: the attribute `to` of Cast is 99, which is no ONNX"):
+    with pytest.raises(
+        InputError, match="element type 99, given for the attribute `to` of Cast the_node, is none"
+    ):
+        OracleModel.load(path)
+
+
+@pytest.mark.parametrize("place", ["input", "output", "value_info", "initializer"])
+def test_so_is_one_of_a_port_or_a_weight(place: str, save_one_node: SaveNode, tmp_path: Path) -> None:
+    """Wherever a file says a type, the message says of what."""
+    path = save_one_node(tmp_path / "m.onnx", "Add", [FLOATS, FLOATS], constants=(1,))
+    model = onnx.load(path)
+    if place == "value_info":
+        model.graph.value_info.add(name="between")
+    (item,) = getattr(model.graph, place)
+    if place == "initializer":
+        item.data_type = 99
+    else:
+        item.type.tensor_type.elem_type = 99
+    onnx.save(model, path)
+    with pytest.raises(
+        InputError, match=f"element type 99, given for .*{item.name}.*, is none that ONNX has"
+    ):
         OracleModel.load(path)
 
 
