@@ -71,7 +71,7 @@ class _Book:
         self.findings: list[Finding] = []
         self.owners: dict[str, str] = {}
         self.swaps: set[WordSwap] = set()
-        self.disputed: dict[str, tuple[str, ...]] = {}
+        self.disputed: dict[str, Collection[str]] = {}
 
     def bind(self, past: Port, readings: Mapping[str, _Reading]) -> None:
         """Bind `past` to the output in `readings`.
@@ -79,11 +79,10 @@ class _Book:
         Several of them are a dispute, and nothing is bound. An output that is another's present already
         is a finding.
         """
-        names = tuple(readings)
-        present, reading = names[0], readings[names[0]]
-        if len(names) > 1:
-            self.disputed[past.name] = names
+        if len(readings) > 1:
+            self.disputed[past.name] = tuple(readings)
             return
+        ((present, reading),) = readings.items()
         if present in self.owners:
             both = (self.owners[present], past.name)
             self.findings.append(
@@ -131,7 +130,8 @@ def derive_cache(
         _ask_dataflow(book, inputs, outputs, names, flow)
     still_open = exclude_bound(inputs, book.bindings)
     disputes = {port.name: book.disputed[port.name] for port in still_open if port.name in book.disputed}
-    claimed = {*book.owners, *(name for presents in disputes.values() for name in presents)}
+    grouped = _by_presents(disputes)
+    claimed = {*book.owners, *(name for _, presents in grouped for name in presents)}
     free = [port for port in outputs.values() if port.name not in claimed]
     pasts = [names.lonely_past(port, book.swaps) for port in still_open if port.name not in disputes]
     presents = [names.lonely_present(port, book.swaps) for port in free]
@@ -139,7 +139,7 @@ def derive_cache(
     lonely_presents = [one for one in presents if one is not None]
     findings = [
         *book.findings,
-        *(_disputed(past, presents) for past, presents in disputes.items()),
+        *(_disputed(pasts, presents) for pasts, presents in grouped),
         *_lonely_findings(lonely_pasts, lonely_presents, free),
     ]
     for binding in book.bindings:
@@ -242,15 +242,17 @@ def _bind_swaps(book: _Book, inputs: Iterable[Port], outputs: Mapping[str, Port]
     for port in inputs:
         if port.name in book.disputed:
             continue
-        readings = {}
-        for present, (swap, convention, rest) in table.candidates(port.name).items():
+        candidates = table.candidates(port.name)
+        if len(candidates) > 1:
+            book.disputed[port.name] = candidates  # shared by all names like this one, however many there are
+            continue
+        for present, (swap, convention, rest) in candidates.items():
             role = cache_role(rest)
             because = f"named like its present {quoted(present)} but for one word ({convention.name})"
             sure = role is Role.STATE and not says_activation(port.name)
             discipline = Discipline.ANY if sure else Discipline.GROWING
-            readings[present] = _Reading(role, layer_of(port.name), discipline, because, swap)
-        if readings:
-            book.bind(port, readings)
+            reading = _Reading(role, layer_of(port.name), discipline, because, swap)
+            book.bind(port, {present: reading})
 
 
 def _ask_dataflow(
@@ -268,8 +270,18 @@ def _ask_dataflow(
             book.owners[binding.present.name] = binding.past.name
 
 
-def _disputed(past: str, presents: tuple[str, ...]) -> Finding:
-    return _ambiguous(f"{quoted(past)} could be paired with each of {listed(presents)}", (past, *presents))
+def _by_presents(disputes: Mapping[str, Collection[str]]) -> list[tuple[list[str], Collection[str]]]:
+    """Disputes over the very same presents together: each of these lists is gone through once."""
+    grouped: dict[int, tuple[list[str], Collection[str]]] = {}
+    for past, presents in disputes.items():
+        grouped.setdefault(id(presents), ([], presents))[0].append(past)
+    return list(grouped.values())
+
+
+def _disputed(pasts: Sequence[str], presents: Collection[str]) -> Finding:
+    could = "could be" if len(pasts) == 1 else "could each be"
+    what = f"{listed(pasts)} {could} paired with each of {listed(presents)}"
+    return _ambiguous(what, (*pasts, *presents))
 
 
 def _ambiguous(what: str, ports: tuple[str, ...]) -> Finding:

@@ -100,6 +100,7 @@ class SwapTable:
         self._swaps = tuple(swaps)
         present_words = {swap.present for swap, _ in self._swaps}
         self._by_rest: dict[tuple[str, _Tokens], list[str]] = {}
+        self._found: dict[_Tokens, Mapping[str, tuple[WordSwap, Convention, _Tokens]]] = {}
         for name in outputs:
             said = _spelt(name)
             for word in present_words:
@@ -108,13 +109,25 @@ class SwapTable:
                     self._by_rest.setdefault((word, rest), []).append(name)
 
     def candidates(self, name: str) -> Mapping[str, tuple[WordSwap, Convention, _Tokens]]:
-        """Outputs that `name` could be the past of, each with the swap and the words in common."""
+        """Outputs that `name` could be the past of, each with the swap and the words in common.
+
+        Names that separators alone tell apart have the very same candidates: one object, made once.
+        """
         said = _spelt(name)
+        found = self._found.get(said)
+        if found is None:
+            found = self._found[said] = self._look_up(said)
+        return found
+
+    def _look_up(self, said: _Tokens) -> Mapping[str, tuple[WordSwap, Convention, _Tokens]]:
         found: dict[str, tuple[WordSwap, Convention, _Tokens]] = {}
         for swap, convention in self._swaps:
             rest = without(said, swap.past)
-            for present in self._by_rest.get((swap.present, rest), ()):
-                found.setdefault(present, (swap, convention, tuple(map(_lower, rest))))
+            presents = self._by_rest.get((swap.present, rest), ())
+            if presents:
+                lower = tuple(map(_lower, rest))
+                for present in presents:
+                    found.setdefault(present, (swap, convention, lower))
         return found
 
 

@@ -229,6 +229,17 @@ def test_a_dispute_over_one_input_leaves_the_next_one_alone(past: str, present: 
     assert set(found.ports) == {"past_key_values_0_key", *disputed}
 
 
+def test_names_that_separators_alone_tell_apart_are_one_dispute() -> None:
+    """Nothing says which is whose: one reason for all of them, with each of their names."""
+    pasts, presents = ("h.0", "h_0"), ("h.0.out", "h_0_out", "h_0.out")
+    found = refusal(
+        [Port(name, "float32", STATE) for name in pasts], [Port(name, "float32", STATE) for name in presents]
+    )
+    assert (found.code, found.also) == ("E_AMBIGUOUS_STATE_PAIRING", ())
+    assert found.ports == (*pasts, *presents)
+    assert "`h.0`, `h_0` could each be paired with each of `h.0.out`, `h_0_out`, `h_0.out`" in found.message
+
+
 def test_keys_under_no_pattern_for_them_are_not_taken_for_a_state() -> None:
     """A fixed shape fits both, and zeros for keys would be wrong; a word for a state settles it."""
     found = refusal([Port("past_k_3", "float32", STATE)], [Port("present_k_3", "float32", STATE)])

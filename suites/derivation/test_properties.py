@@ -219,3 +219,34 @@ def test_fifty_thousand_odd_ports_are_refused_in_linear_cost() -> None:
     assert refusal is not None
     assert len(refusal.ports) == 25_000
     assert steps(flood(2_000)) <= 11 * steps(flood(200))
+
+
+def alike(prefix: str, i: int, suffix: str = "") -> str:
+    """One of many names that separators alone tell apart: all have the same words."""
+    return prefix + f"{i:b}".translate({ord("0"): "_", ord("1"): "."}) + suffix
+
+
+@pytest.mark.parametrize("pasts", [("h",), ("h.in",), ("h", "h.in", "h.prev", "h.old")], ids=" ".join)
+@pytest.mark.parametrize("presents", [("h.out",), ("h.out", "h.next", "h.new", "h")], ids=" ".join)
+@pytest.mark.parametrize("others", [1, None])
+def test_any_number_of_names_with_the_same_words_are_refused_in_linear_cost(
+    pasts: tuple[str, ...], presents: tuple[str, ...], others: int | None
+) -> None:
+    """Each could be the past of each: the refusal names all once, and its message a few."""
+
+    def flood(count: int) -> PortInventory:
+        ports = dense_06b(layers=1)
+        inputs = [Port(alike(f"{one}/", i), "float32", ("batch", 4)) for one in pasts for i in range(count)]
+        outputs = [
+            Port(alike(f"{one}:", i), "float32", ("batch", 4))
+            for one in presents
+            for i in range(others or count)
+        ]
+        return PortInventory((*ports.inputs, *inputs), (*ports.outputs, *outputs))
+
+    refusal = resolve(flood(1_000)).refusal
+    assert refusal is not None
+    assert "E_AMBIGUOUS_STATE_PAIRING" in {refusal.code, *refusal.also}
+    assert len(refusal.message) < 600
+    assert len(set(refusal.ports)) == len(refusal.ports)
+    assert steps(flood(1_000)) <= 11 * steps(flood(100))
