@@ -107,6 +107,7 @@ def run_syntactic(
     Raises:
         RuntimeError: mutmut ended before it tested mutants, for example since a test fails without any.
     """
+    work = work.resolve()  # mutmut runs the tests in a folder of its own
     work.mkdir(parents=True, exist_ok=True)
     copy_tree(work)
     _drop_stale_verdicts(work, keep_kills=keep_kills)
