@@ -160,8 +160,10 @@ class Reference:
         trace = self._sound(self._logits(self._session, prompt_ids, token_ids, on_step), self._session)
         if not self._measures:
             return ReferenceTrace(trace, (0.0,) * len(trace.steps), (), self.mode)
+        taken = self.mode  # measuring the band may find that the graph must be stepped
         bands = [self._band(self._precision, prompt_ids, token_ids)] * len(trace.steps)
-        trace = self._as_in_steps(trace, on_step)
+        if taken == "one-pass":
+            trace = self._as_in_steps(trace, on_step)
         steps = list(trace.steps)
         decided: set[int] = set()
         if self._precision != _FINEST:
@@ -184,17 +186,18 @@ class Reference:
         return ReferenceTrace(trace, tuple(bands), undecided, self.mode)
 
     def _as_in_steps(self, trace: Trace, on_step: StepObserver | None) -> Trace:
-        """The trace, if a pass over the prompt alone begins as it does; else that of steps, now and later.
+        """The trace of one pass, if a pass over the prompt alone begins alike; else steps, now and later.
 
         So a graph is found out whose tokens see later ones, or whose numbers depend on the length of a call:
         there, one pass is another computation than the decode that it stands for.
         """
-        if self.mode != "one-pass" or len(trace.token_ids) < 2:
-            return trace
-        alone = self._whole(self._session, trace.prompt_ids, trace.token_ids[:1])
-        if alone is not None and _alike(alone, replace(trace, steps=trace.steps[:1])):
-            return trace
-        self.mode = "stepwise"
+        if self.mode == "one-pass":
+            if len(trace.token_ids) < 2:
+                return trace
+            alone = self._whole(self._session, trace.prompt_ids, trace.token_ids[:1])
+            if alone is not None and _alike(alone, replace(trace, steps=trace.steps[:1])):
+                return trace
+            self.mode = "stepwise"
         return self._sound(
             self._steps(self._session, trace.prompt_ids, trace.token_ids, on_step), self._session
         )

@@ -123,10 +123,17 @@ def tie_decoder(folder: Path, gap: float) -> tuple[Path, Topology]:
         "bias": bias,
         "axes": np.array([1], np.int64),
     }
-    state = ["batch", 4]
+    return state_decoder(folder, nodes, weights, width=4)
+
+
+def state_decoder(
+    folder: Path, nodes: list[onnx.NodeProto], weights: dict[str, np.ndarray], *, width: int
+) -> tuple[Path, Topology]:
+    """A decoder of 4 tokens with one state [batch, width], saved, and its topology."""
+    state = ["batch", width]
     graph = helper.make_graph(
         nodes,
-        "tie",
+        "decoder",
         [
             helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"]),
             helper.make_tensor_value_info(PAST, TensorProto.FLOAT, state),
@@ -173,7 +180,6 @@ def counting_decoder(folder: Path, nodes: list[onnx.NodeProto]) -> tuple[Path, T
     They have `ones`, `count` (of tokens so far, from a state) and `length` (tokens of this call) to make them
     of, and the constants `large`, `ten`, `half` (1.5) and `five`.
     """
-    state = ["batch", 1]
     constants = {"large": 1e8, "ten": 10.0, "half": 1.5, "five": 5.0, "nought": 0.0}
     weights = {name: np.array(value, np.float32) for name, value in constants.items()}
     weights |= {"one_axis": np.array([1], np.int64), "axis": np.array(1, np.int64)}
@@ -190,32 +196,13 @@ def counting_decoder(folder: Path, nodes: list[onnx.NodeProto]) -> tuple[Path, T
     logits = [("zeros", "a"), ("zeros", "b"), ("third", "c"), ("fourth", "d")]
     end = [helper.make_node("Unsqueeze", [row, "last"], [name]) for row, name in logits]
     end.append(helper.make_node("Concat", [name for _, name in logits], ["logits"], axis=2))
-    graph = helper.make_graph(
-        [*begin, *nodes, *end],
-        "counting",
-        [
-            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "new"]),
-            helper.make_tensor_value_info(PAST, TensorProto.FLOAT, state),
-        ],
-        [
-            helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "new", 4]),
-            helper.make_tensor_value_info(PRESENT, TensorProto.FLOAT, state),
-        ],
-        initializer=[numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )
-    path = folder / "model.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
-    topology = Topology(
-        token_input="input_ids",
-        logits_output="logits",
-        state_pairs=TinyDecoder(layers="r").topology.state_pairs,
-    )
-    return path, topology
+    return state_decoder(folder, [*begin, *nodes, *end], weights, width=1)
 
 
+@pytest.mark.parametrize("spec", ["oracle", "oracle:precision=float64"])
 @pytest.mark.parametrize("prompt", [(1, 2), (1, 2, 3, 1, 2, 3, 1, 2, 3, 1)])
 def test_a_graph_that_looks_at_the_length_of_its_call_is_stepped(
-    prompt: tuple[int, ...], tmp_path: Path
+    prompt: tuple[int, ...], spec: str, tmp_path: Path
 ) -> None:
     """Token 2 leads where a call has more than 5 tokens: after the prompt alone, never in a step.
 
@@ -227,7 +214,7 @@ def test_a_graph_that_looks_at_the_length_of_its_call_is_stepped(
         helper.make_node("Identity", ["zeros"], ["fourth"]),
     ]
     model, topology = counting_decoder(tmp_path, nodes)
-    side = reference(model, topology)
+    side = reference(model, topology, spec=spec)
     first = 2 if len(prompt) > 5 else 0
     verified = side.verify(prompt, (first, *[0] * 8))
     assert [step.argmax for step in verified.trace.steps] == [first, *[0] * 8]
