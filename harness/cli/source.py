@@ -13,6 +13,7 @@ from harness.errors import InputError
 from harness.models import BUILTIN_NAMES, builtin_package
 from harness.models.builtin import BuiltinPackage
 from harness.package import Package, open_package
+from harness.package.reading import unique_keys
 from harness.ports import PortInventory, inventory_from_json
 
 __all__ = ["Source", "find_package", "read_source"]
@@ -68,7 +69,7 @@ def read_source(name: str) -> Source:
     path = Path(name)
     if path.suffix == ".json" and _exists(path) and path.is_file():
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
         except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
             raise InputError(
                 f"{path}: not readable as JSON: {error}.",

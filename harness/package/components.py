@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError, NotDrivableError
+from harness.package.links import is_own
 
 __all__ = ["INDEX", "Component", "Components", "mapping_at", "named_graph", "undrivable"]
 
@@ -89,7 +90,7 @@ def named_graph(folder: Path, named: object, *, place: str, must_exist: bool = T
     if isinstance(named, str):
         try:
             graph = folder / named
-            inside = graph.resolve().is_relative_to(folder.resolve())
+            inside = is_own(folder, named)
             why = "is missing" if inside else "lies outside the package"
             if inside and (graph.is_file() or not must_exist):
                 return graph

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from harness.errors import InputError
+from harness.package.links import is_own
 from harness.ports import read_external_files
 
 __all__ = ["model_files", "model_sha256"]
@@ -27,12 +28,13 @@ def model_files(model: Path) -> tuple[Path, ...]:
         try:
             target = (folder / location).resolve()
             readable = target.is_file()
+            own = is_own(folder, location) and not Path(location).is_absolute()
         except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL character
             raise InputError(
                 f"{model}: external data {location[:80]!r} cannot be the name of a file: {error}.",
                 next_action="Export the model again with its data beside the graph.",
             ) from error
-        if Path(location).is_absolute() or not target.is_relative_to(folder):
+        if not own:
             raise InputError(
                 f"{model}: external data {location!r} points outside the package {folder}; "
                 "a package may only name files in its own folder.",

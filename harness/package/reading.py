@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import InputError
 
-__all__ = ["METADATA_NAMES", "read_json", "read_yaml"]
+if TYPE_CHECKING:
+    import yaml
+
+__all__ = ["METADATA_NAMES", "read_json", "read_yaml", "unique_keys"]
 
 METADATA_NAMES = ("inference_metadata.yaml", "inference_metadata.yml")
 """What the sidecar of inference metadata may be called, best first."""
+
+
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of these keys and values, for `json.loads(..., object_pairs_hook=unique_keys)`.
+
+    Raises:
+        ValueError: a key stands there twice. Parsers keep the last value, and nobody would notice.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(_doubled(key))
+        found[key] = value
+    return found
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
     """The mapping in a JSON file.
 
     Raises:
-        InputError: it cannot be read, or holds something else.
+        InputError: it cannot be read, has a key twice in one mapping, or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise _unreadable(path, "JSON", error) from error
     return _mapping(path, value)
@@ -32,12 +49,21 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        InputError: it cannot be read, or holds something else.
+        InputError: it cannot be read, has a key twice in one mapping, or holds something else.
     """
     import yaml  # only packages that have a YAML sidecar pay for the import
 
+    class Loader(yaml.SafeLoader):
+        """The safe loader, which refuses a key that stands twice in one mapping."""
+
+        def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+            # Here and not when the mapping is constructed: by then, what `<<` brings in is among its keys.
+            node = super().compose_mapping_node(anchor)
+            _check_keys(key for key, _ in node.value)
+            return node
+
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except Exception as error:  # besides YAMLError, a value of the wrong form raises whatever it likes
         raise _unreadable(path, "YAML", error) from error
     return _mapping(path, value)
@@ -51,10 +77,34 @@ def _unreadable(path: Path, kind: str, error: Exception) -> InputError:
     )
 
 
+def _check_keys(keys: Iterable[yaml.Node]) -> None:
+    """Refuse the same scalar twice among the keys of a YAML mapping; says where its second line is."""
+    seen: set[tuple[str, str]] = set()
+    for key in keys:
+        if not isinstance(key.value, str):
+            continue  # a list or a mapping, which is no key of a Python mapping either
+        known = (key.tag, key.value)
+        if known in seen:
+            raise ValueError(f"{_doubled(key.value)}, again on line {key.start_mark.line + 1}")
+        seen.add(known)
+
+
+def _doubled(key: str) -> str:
+    return f"the key {key!r:.60} stands twice in one mapping"
+
+
+def _kind(value: object) -> str:
+    """What a value is called in JSON and YAML."""
+    if value is None:
+        return "null"
+    names = {str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
 def _mapping(path: Path, value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise InputError(
-            f"{path}: holds a {type(value).__name__}; a sidecar is a mapping at the top level.",
+            f"{path}: holds {_kind(value)}; a sidecar is a mapping at the top level.",
             next_action="Correct the file, or remove it to have the topology derived from the ports.",
         )
     return value
