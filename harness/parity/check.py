@@ -6,11 +6,10 @@ Everything that happens is emitted as events; the return value only closes the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.decode.plan import ExtraFeeds
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
 from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import SessionInfo
@@ -27,34 +26,17 @@ from harness.events import (
     SessionOpened,
     TokenDecoded,
 )
-from harness.parity.candidate import Candidate
+from harness.parity.candidate import Candidate, CandidateSide, Prompt
 from harness.parity.compare import TokenComparison, compare_tokens, compare_with_itself
 from harness.parity.reference import OracleMode, Reference
 from harness.parity.verdict import Verdict, exit_code_of, worst_verdict
 from harness.topology.spec import Topology
 
-__all__ = ["CheckPlan", "Prompt", "run_check"]
+__all__ = ["TOP_K", "CheckPlan", "Prompt", "run_check"]
 
 INTERRUPTED = 130
 TOP_K = 5
 """Logits kept for each position: enough to see what a near miss was near to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What to continue.
-
-    Attributes:
-        token_ids: what the decoder is fed.
-        text: what the IDs came from; None for a prompt given as IDs.
-        source_ids: what a text encoder is fed, and the decoder goes by; empty for any other model.
-        extra: what is fed at every call, by port: what encoders take.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str | None = None
-    source_ids: tuple[int, ...] = ()
-    extra: ExtraFeeds = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +51,7 @@ class CheckPlan:
         model_sha256: as `harness.package.model_sha256`.
         topology: of the graph.
         topology_outcome: `derived` or `declared`.
-        candidate: the engine under test.
+        candidate: the engine under test, or what it did another day.
         oracle: the engine trusted as reference.
         prompts: at least one.
         oracle_mode: one forward pass over prompt and tokens, or a step for each token.
@@ -83,7 +65,7 @@ class CheckPlan:
     model_sha256: str
     topology: Topology
     topology_outcome: str
-    candidate: EngineSpec
+    candidate: EngineSpec | CandidateSide
     oracle: EngineSpec
     prompts: Sequence[Prompt]
     max_new_tokens: int
@@ -124,13 +106,17 @@ class _Check:
     def __init__(self, plan: CheckPlan, emit: EventSink) -> None:
         self._plan = plan
         self._emit = emit
-        self._candidate = Candidate(
-            plan.candidate,
-            plan.model,
-            plan.topology,
-            max_new_tokens=plan.max_new_tokens,
-            stop_ids=plan.stop_ids,
-            top_k=TOP_K,
+        self._candidate: CandidateSide = (
+            Candidate(
+                plan.candidate,
+                plan.model,
+                plan.topology,
+                max_new_tokens=plan.max_new_tokens,
+                stop_ids=plan.stop_ids,
+                top_k=TOP_K,
+            )
+            if isinstance(plan.candidate, EngineSpec)
+            else plan.candidate
         )
 
     def run(self) -> CheckFinished:
@@ -140,7 +126,7 @@ class _Check:
         failure = None
         try:
             try:
-                inventory = self._candidate.session.inventory
+                inventory = self._candidate.inventory
                 for prompt in plan.prompts:
                     check_prompt_ids(prompt.token_ids, vocabulary_size(inventory, plan.topology))
             except (EngineFailedError, InvalidRunError) as error:
@@ -170,7 +156,7 @@ class _Check:
             if failure is not None:
                 raise failure
             progress = self._progress(index, "candidate")
-            trace = self._candidate.decode(prompt.token_ids, extra=prompt.extra, on_step=progress)
+            trace = self._candidate.decode(prompt, on_step=progress)
         except EngineFailedError as error:
             return _failed(index, _facts(error), 0.0)
         return self._judge(index, prompt, trace, oracle)
@@ -204,7 +190,7 @@ class _Check:
         self._emit(_opened_event("oracle", oracle.info, oracle.seconds, oracle.proof))
         if opened:
             candidate = self._candidate
-            self._emit(_opened_event("candidate", candidate.session.info, candidate.seconds))
+            self._emit(_opened_event("candidate", candidate.info, candidate.seconds))
 
     def _judge(self, index: int, prompt: Prompt, trace: Trace, oracle: Reference) -> PromptJudged:
         facts = None if trace.failure is None else _facts(trace.failure)
@@ -240,7 +226,7 @@ class _Check:
     ) -> tuple[TokenComparison, FailureFacts | None]:
         """Decode a prompt that differs from the oracle once more: does it differ from itself?"""
         try:
-            again = self._candidate.decode(prompt.token_ids, extra=prompt.extra)
+            again = self._candidate.decode(prompt)
         except EngineFailedError as error:
             return found, _facts(error)
         facts = None if again.failure is None else _facts(again.failure)
