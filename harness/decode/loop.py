@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
-from harness.decode.caches import CacheShapeError
-from harness.decode.feeds import ExtraFeeds, FeedPlan, plan_feeds
+from harness.decode.feeds import ExtraFeeds, plan_feeds
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
+from harness.decode.stepping import Decoding
 from harness.decode.trace import Trace, TraceFailure
-from harness.engines.base import Session, TensorHandle, TopLogits
-from harness.errors import EngineFailedError, InputError, NotDrivableError
+from harness.engines.base import Session, TopLogits
+from harness.errors import EngineFailedError, InputError
 from harness.topology.spec import Topology
 
 __all__ = ["StepObserver", "forced_decode", "greedy_decode", "one_pass_decode"]
@@ -173,7 +173,7 @@ def _decode(
     plan = plan_feeds(topology, session.inventory, extra=extra)
     prompt = check_prompt_ids(prompt_ids, vocabulary_size(session.inventory, topology))
     plan.check_room(len(prompt), length)
-    run = _Run(session, plan, top_k, room=len(prompt) + length - 1)
+    decoding = Decoding(session, plan, room=len(prompt) + length - 1)
     tokens: list[int] = []
     steps: list[TopLogits] = []
     failure: TraceFailure | None = None
@@ -182,7 +182,8 @@ def _decode(
     for step in range(length):
         began = time.perf_counter()
         try:
-            top = run.feed(new)
+            logits = decoding.feed(new)[plan.logits]
+            (top,) = session.top_logits(logits, k=top_k, positions=(-1,))
         except EngineFailedError as error:
             failure = TraceFailure(error.kind, step, error.message, error.details)
             break
@@ -197,59 +198,3 @@ def _decode(
             break
         new = (token,)
     return Trace(prompt, tuple(tokens), tuple(steps), seconds, session.info, failure)
-
-
-class _Run:
-    """One decode in progress: what is carried between two calls."""
-
-    def __init__(self, session: Session, plan: FeedPlan, top_k: int, *, room: int) -> None:
-        self._session = session
-        self._plan = plan
-        self._top_k = top_k
-        self._room = room
-        self._seen = 0
-        self._caches: dict[str, TensorHandle] | None = None
-        self._constants: dict[str, TensorHandle] | None = None
-
-    def feed(self, new: Sequence[int]) -> TopLogits:
-        """Run the token IDs `new` after all earlier ones, and reduce the logits of the last one.
-
-        A graph that takes a few tokens a call gets them in turn; only the last call gives logits.
-
-        Raises:
-            EngineFailedError: the engine failed, or a cache came back in a shape that it cannot have.
-            NotDrivableError: the caches do not grow as the topology says, from the first call on.
-        """
-        plan = self._plan
-        most = plan.tokens_a_call or len(new)
-        for first in range(0, len(new) - most, most):
-            self._call(new[first : first + most], plan.carried)
-        outputs = self._call(new[(len(new) - 1) // most * most :], plan.outputs)
-        (top,) = self._session.top_logits(outputs[plan.logits], k=self._top_k, positions=(-1,))
-        return top
-
-    def _call(self, new: Sequence[int], wanted: Sequence[str]) -> dict[str, TensorHandle]:
-        session, plan, past = self._session, self._plan, self._seen
-        if self._constants is None:
-            self._constants = plan.constants(session)
-        if self._caches is None:
-            self._caches = plan.start(session, room=self._room)
-        fed = self._constants | self._caches | plan.inputs(session, new, past=past)
-        outputs = session.run(fed, wanted)
-        self._seen += len(new)
-        try:
-            self._caches = plan.advance(outputs, fed=fed, past=past, tokens=self._seen)
-        except CacheShapeError as error:
-            if past == 0:
-                raise NotDrivableError(
-                    f"The decode loop cannot drive this graph: {error}.",
-                    next_action="Declare the cache's kind in inference_metadata.yaml, or export it with KV "
-                    "that grows by one row for each token.",
-                    ports=(error.port,),
-                ) from error
-            raise EngineFailedError(
-                f"{session.info.engine}: {error}.",
-                kind="crashed",
-                next_action="Run the model on another engine to see which of graph and engine is wrong.",
-            ) from error
-        return outputs
