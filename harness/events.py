@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 __all__ = [
+    "CandidateProcess",
     "CheckFinished",
     "CheckStarted",
     "EngineRole",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 EngineRole: TypeAlias = Literal["candidate", "oracle"]
+CandidateProcess: TypeAlias = Literal["isolated", "in-process"]
+"""Whether the engine under test has processes of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class CheckStarted:
         prompts: number of prompts.
         compared: what is compared, such as `tokens`.
         seed: the seed of everything random in this check.
+        candidate_process: `isolated` in a process of its own, or `in-process`.
     """
 
     package: str
@@ -59,6 +63,7 @@ class CheckStarted:
     prompts: int
     compared: tuple[str, ...] = ("tokens",)
     seed: int = 0
+    candidate_process: CandidateProcess = "in-process"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class _Request:
     max_new_tokens: int | None
     stop_on_eos: bool
     ignore_declared: bool
+    strict_placement: bool
     candidate: EngineSpec | None
     limits: Limits | None
     oracle: EngineSpec
@@ -136,6 +137,7 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Tokens to decode a prompt. [default: 16]")
 @click.option("--stop-on-eos", is_flag=True, help="Stop at the package's end-of-sequence token.")
 @click.option("--ignore-declared", is_flag=True, help="Derive the topology whatever the sidecars say.")
+@click.option("--strict-placement", is_flag=True, help="Let no node of the candidate run on the CPU.")
 @click.option(
     "--in-process", is_flag=True, help="Run the candidate in this process, for debugging, without limits."
 )
@@ -177,6 +179,7 @@ def command(
     max_new_tokens: int | None,
     stop_on_eos: bool,
     ignore_declared: bool,
+    strict_placement: bool,
     in_process: bool,
     call_timeout: int | None,
     timeout: int | None,
@@ -218,6 +221,7 @@ def command(
             max_new_tokens=max_new_tokens,
             stop_on_eos=stop_on_eos,
             ignore_declared=ignore_declared,
+            strict_placement=strict_placement,
             candidate=candidate_spec,
             limits=limits,
             oracle=oracle_spec,
@@ -316,7 +320,7 @@ def _plan(request: _Request) -> CheckPlan:
     from harness.decode.feeds import plan_feeds
     from harness.decode.prompts import vocabulary_size
     from harness.decode.wired import wired
-    from harness.engines.isolated.engine import isolated
+    from harness.engines.isolated.engine import isolated, process_of
     from harness.models.builtin import cache_dir
     from harness.package import model_files, model_sha256
     from harness.parity.check import CheckPlan
@@ -352,6 +356,7 @@ def _plan(request: _Request) -> CheckPlan:
         )
     if request.limits is not None:
         candidate = isolated(candidate, request.limits)
+    candidate_process = process_of(candidate)
     wiring = decoder.conditioning.assembly.wiring
     candidate, oracle = wired(candidate, wiring), wired(oracle, wiring)
     return CheckPlan(
@@ -367,6 +372,8 @@ def _plan(request: _Request) -> CheckPlan:
         prompts=prompts,
         max_new_tokens=max_new_tokens,
         stop_ids=stop_ids,
+        candidate_process=candidate_process,
+        strict_placement=request.strict_placement,
     )
 
 

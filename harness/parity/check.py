@@ -13,9 +13,11 @@ from typing import Any
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
 from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import SessionInfo
+from harness.engines.placement import require_off_cpu
 from harness.engines.registry import EngineSpec
 from harness.errors import EngineFailedError, InvalidRunError, ParityError
 from harness.events import (
+    CandidateProcess,
     CheckFinished,
     CheckStarted,
     EngineRole,
@@ -57,6 +59,8 @@ class CheckPlan:
         oracle_mode: one forward pass over prompt and tokens, or a step for each token.
         max_new_tokens: tokens to decode for each prompt, at least one.
         stop_ids: end-of-sequence IDs; the ID that stops is the last token of the decode.
+        candidate_process: whether the candidate's sessions live in worker processes.
+        strict_placement: whether a node of the candidate on the CPU makes the run invalid.
     """
 
     package: str
@@ -71,6 +75,8 @@ class CheckPlan:
     max_new_tokens: int
     oracle_mode: OracleMode = "one-pass"
     stop_ids: tuple[int, ...] = ()
+    candidate_process: CandidateProcess = "in-process"
+    strict_placement: bool = False
 
 
 def run_check(plan: CheckPlan, emit: EventSink) -> CheckFinished:
@@ -135,6 +141,8 @@ class _Check:
             oracle.require_proof()
             if isinstance(failure, InvalidRunError):
                 raise failure
+            if plan.strict_placement and failure is None:
+                require_off_cpu(self._candidate.info)
             verdicts = []
             for index, prompt in enumerate(plan.prompts):
                 asked = prompt.source_ids or prompt.token_ids
@@ -185,6 +193,7 @@ class _Check:
                 oracle=plan.oracle.name,
                 oracle_mode=plan.oracle_mode,
                 prompts=len(plan.prompts),
+                candidate_process=plan.candidate_process,
             )
         )
         self._emit(_opened_event("oracle", oracle.info, oracle.seconds, oracle.proof))

@@ -184,8 +184,8 @@ def _engine(side: Mapping[str, Any]) -> str:
             for provider, operators in side["placement"].get("providers", {}).items()
         }
         parts += [f"{count} nodes on {provider}" for provider, count in nodes.items()]
-    if side["mode"]:
-        parts.append(side["mode"])
+    # Reports of before do not say in which process it was; an oracle is always in this one.
+    parts += [side[key] for key in ("mode", "process") if side.get(key)]
     return ", ".join(parts)
 
 

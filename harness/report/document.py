@@ -102,6 +102,7 @@ class ParityDocument:
             "settings": {},
             "placement": None,
             "mode": None,
+            "process": event.candidate_process,
         }
         self._sides["oracle"] = {
             "engine": event.oracle,
@@ -135,7 +136,7 @@ class ParityDocument:
             }
         if event.oracle_mode is not None:
             self._sides["oracle"]["mode"] = event.oracle_mode
-        tokens, seconds = len(event.candidate_ids), event.candidate_seconds
+        tokens = len(event.candidate_ids)
         self._prompts[event.index] = {
             "text": start.text,
             "prompt_ids": list(start.prompt_ids),
@@ -150,9 +151,10 @@ class ParityDocument:
             "undecided": list(event.undecided),
             "first_divergence": _divergence(event.first_divergence),
             "timing": {
-                "candidate_s": seconds,
+                "candidate_s": event.candidate_seconds,
                 "oracle_s": event.oracle_seconds,
-                "candidate_tokens_per_s": tokens / seconds if seconds > 0 else None,
+                "candidate_tokens_per_s": _rate(tokens, event.candidate_seconds),
+                "oracle_tokens_per_s": _rate(len(event.oracle_forced_ids), event.oracle_seconds),
             },
         }
 
@@ -179,6 +181,10 @@ def _divergence(found: FirstDivergence | None) -> dict[str, Any] | None:
 
 def _pairs(top: Sequence[tuple[int, float]]) -> list[list[int | float | None]]:
     return [[token, _finite(logit)] for token, logit in top]
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if seconds > 0 else None
 
 
 def _finite(value: float | None) -> float | None:

@@ -86,6 +86,7 @@ def test_an_engine_that_fails_is_a_verdict_for_each_prompt(
     assert [prompt["verdict"] for prompt in document["prompts"]] == [verdict] * len(PROMPTS)
     for ids, prompt in zip(PROMPTS, document["prompts"], strict=True):
         assert prompt["candidate_ids"] == prompt["oracle_ids"] == list(DECODER.greedy(ids, step or 0))
+    assert document["candidate"]["process"] == "isolated"
     failure = document["candidate"]["failure"]
     assert (failure["kind"], failure["step"]) == (verdict, step)
     found = {name: failure[name] for name in ("signal", "exit_code", "limit")}
@@ -119,6 +120,14 @@ def test_an_engine_that_draws_its_answers_is_nondeterministic(
     assert "decoded again" in document["prompts"][0]["first_divergence"]["evidence"]
 
 
+def test_an_engine_that_never_loaded_has_no_placement_to_judge(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also under strict placement the verdict is what happened."""
+    status, document, _ = check(package, capsys, "misbehaving:does=lack,when=open", "--strict-placement")
+    assert (status, document["verdict"]) == (4, "unsupported")
+
+
 def test_an_engine_that_runs_elsewhere_is_an_invalid_run(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,11 +148,12 @@ def test_a_run_that_takes_too_long_is_a_timeout_for_all_that_is_left(
 
 
 def test_in_process_runs_the_candidate_here(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The engine says in which process it is: this one when asked, another one by default."""
+    """The engine says in which process it is: this one when asked, another by default; so does the report."""
     pids = []
-    for options in ([], ["--in-process"]):
+    for options, process in (([], "isolated"), (["--in-process"], "in-process")):
         status, document, _ = check(package, capsys, "misbehaving", *options)
         assert status == 0
+        assert document["candidate"]["process"] == process
         pids.append(document["candidate"]["settings"]["pid"])
     assert pids[0] != os.getpid()
     assert pids[1] == os.getpid()

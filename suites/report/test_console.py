@@ -27,7 +27,7 @@ def rendered(events: list[Event], **options: object) -> str:
 DIVERGENT = """\
 model      tiny/model.onnx  sha256 abababababab
 topology   derived: 32 KV inputs, 96 state pairs
-candidate  ort-cpu 1.31.1, threads=2, opt=all, 5 nodes on CPUExecutionProvider
+candidate  ort-cpu 1.31.1, threads=2, opt=all, 5 nodes on CPUExecutionProvider, isolated
 oracle     oracle 0.1.0, precision=float32, stepwise
 proof      1 kind of product within float32 bounds, 1 not probed
 

@@ -57,6 +57,7 @@ def test_what_was_found_stands_in_the_document() -> None:
     first, second = document["prompts"]
     assert first["first_divergence"] is None
     assert first["timing"]["candidate_tokens_per_s"] == 2 / 0.25
+    assert first["timing"]["oracle_tokens_per_s"] == 2 / 1.0
     assert second["oracle_ids"] == [1, 4]
     assert second["oracle_forced_ids"] == [1, 4, 3]
     assert second["first_divergence"]["candidate_top"][2] == [0, None]

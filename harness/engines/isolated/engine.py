@@ -13,8 +13,9 @@ from harness.engines.isolated.process import Worker
 from harness.engines.isolated.session import IsolatedSession
 from harness.engines.options import complete
 from harness.engines.registry import EngineSpec, reference_of
+from harness.events import CandidateProcess
 
-__all__ = ["IsolatedEngine", "can_isolate", "isolated"]
+__all__ = ["IsolatedEngine", "can_isolate", "isolated", "process_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +96,8 @@ def isolated(spec: EngineSpec, limits: Limits) -> EngineSpec:
     if reference is None:
         return spec
     return EngineSpec(IsolatedEngine(spec.engine, reference, limits), spec.options)
+
+
+def process_of(spec: EngineSpec) -> CandidateProcess:
+    """Whether the sessions of an engine live in worker processes or in this one."""
+    return "isolated" if isinstance(spec.engine, IsolatedEngine) else "in-process"
