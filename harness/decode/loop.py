@@ -7,21 +7,24 @@ tokens and keeps the logits it saw. `one_pass_decode` sees the same in a single 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from harness.decode.feeds import ExtraFeeds, plan_feeds
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
 from harness.decode.stepping import Decoding
 from harness.decode.trace import Trace, TraceFailure
-from harness.engines.base import Session, TopLogits
+from harness.engines.base import Session, TensorHandle, TopLogits
 from harness.errors import EngineFailedError, InputError
 from harness.topology.spec import Topology
 
-__all__ = ["StepObserver", "forced_decode", "greedy_decode", "one_pass_decode"]
+__all__ = ["EndObserver", "StepObserver", "forced_decode", "greedy_decode", "one_pass_decode"]
 
 StepObserver: TypeAlias = Callable[[int, int], None]
 """Called after each step with its index (0 is the prefill) and the token that follows it."""
+
+EndObserver: TypeAlias = Callable[[Session, Mapping[str, TensorHandle]], None]
+"""Called with what the last call gave, by output: the logits and every cache. Not where an engine failed."""
 
 
 def greedy_decode(
@@ -33,6 +36,7 @@ def greedy_decode(
     stop_ids: Collection[int] = (),
     top_k: int = 5,
     on_step: StepObserver | None = None,
+    on_end: EndObserver | None = None,
     extra: ExtraFeeds | None = None,
 ) -> Trace:
     """Continue a prompt with the token of the largest logit, again and again.
@@ -48,6 +52,7 @@ def greedy_decode(
         stop_ids: tokens after which to stop; the one that stops is part of the trace.
         top_k: how many of the largest logits to keep at each step.
         on_step: told of each token.
+        on_end: shown the caches; an engine that fails in it has failed after the last step.
         extra: values of inputs that the loop has none for, fed at every call.
 
     Raises:
@@ -69,6 +74,7 @@ def greedy_decode(
         stop_ids=frozenset(stop_ids),
         top_k=top_k,
         on_step=on_step,
+        on_end=on_end,
         extra=extra,
     )
 
@@ -169,6 +175,7 @@ def _decode(
     top_k: int,
     on_step: StepObserver | None,
     extra: ExtraFeeds | None,
+    on_end: EndObserver | None = None,
 ) -> Trace:
     plan = plan_feeds(topology, session.inventory, extra=extra)
     prompt = check_prompt_ids(prompt_ids, vocabulary_size(session.inventory, topology))
@@ -179,11 +186,13 @@ def _decode(
     failure: TraceFailure | None = None
     new: tuple[int, ...] = prompt
     seconds = 0.0
+    given: Mapping[str, TensorHandle] = {}
     for step in range(length):
         began = time.perf_counter()
+        given = {}  # no call is made with the logits of the one before still held
         try:
-            logits = decoding.feed(new)[plan.logits]
-            (top,) = session.top_logits(logits, k=top_k, positions=(-1,))
+            given = decoding.feed(new)
+            (top,) = session.top_logits(given[plan.logits], k=top_k, positions=(-1,))
         except EngineFailedError as error:
             failure = TraceFailure(error.kind, step, error.message, error.details)
             break
@@ -197,4 +206,9 @@ def _decode(
         if token in stop_ids:
             break
         new = (token,)
+    if on_end is not None and failure is None:
+        try:
+            on_end(session, given)
+        except EngineFailedError as error:
+            failure = TraceFailure(error.kind, len(tokens), error.message, error.details)
     return Trace(prompt, tuple(tokens), tuple(steps), seconds, session.info, failure)

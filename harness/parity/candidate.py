@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from harness.decode.loop import StepObserver, greedy_decode
+from harness.decode.loop import EndObserver, StepObserver, greedy_decode
 from harness.decode.plan import ExtraFeeds
 from harness.decode.trace import Trace
 from harness.engines.base import Session, SessionInfo
@@ -125,8 +125,10 @@ class Candidate:
             self._seconds = time.perf_counter() - began
         return self._session
 
-    def decode(self, prompt: Prompt, *, on_step: StepObserver | None = None) -> Trace:
-        """Continue a prompt, from empty KV and zero states.
+    def decode(
+        self, prompt: Prompt, *, on_step: StepObserver | None = None, on_end: EndObserver | None = None
+    ) -> Trace:
+        """Continue a prompt, from empty KV and zero states; observers as in `greedy_decode`.
 
         An engine that fails on the way leaves what came before; the next decode gets a new session.
 
@@ -143,6 +145,7 @@ class Candidate:
             top_k=self._top_k,
             extra=prompt.extra,
             on_step=on_step,
+            on_end=on_end,
         )
         if trace.failure is not None:
             self.close()

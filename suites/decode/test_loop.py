@@ -362,3 +362,43 @@ def test_no_tokens_at_all_is_bad_input(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match="max_new_tokens=0 must be at least 1"):
         greedy_decode(spy, DECODERS["dense"].topology, PROMPT, max_new_tokens=0)
+
+
+def test_the_end_of_a_decode_shows_what_its_last_call_gave(tmp_path: Path) -> None:
+    """The logits behind the last token, as the reference has them, and every cache after all tokens fed."""
+    decoder = DECODERS["hybrid"]
+    spy = spy_on(decoder, tmp_path)
+    shown: dict[str, Any] = {}
+
+    def look(session: Session, given: Mapping[str, TensorHandle]) -> None:
+        shown.update({name: session.copy_out(handle) for name, handle in given.items()})
+
+    trace = greedy_decode(spy, decoder.topology, PROMPT, max_new_tokens=3, on_end=look)
+
+    topology = decoder.topology
+    carried = {*topology.kv_outputs, *(pair.output for pair in topology.state_pairs)}
+    assert shown.keys() == {"logits", *carried}
+    fed = (*PROMPT, *trace.token_ids[:-1])
+    np.testing.assert_allclose(shown["logits"][0, -1], decoder.logits(fed)[-1], atol=TOLERANCE)
+    assert {shown[name].shape[2] for name in topology.kv_outputs} == {len(fed)}
+
+
+def test_an_engine_that_fails_when_its_caches_are_read_has_failed_after_its_last_step(tmp_path: Path) -> None:
+    """Its tokens stay; an engine that failed before is not read at all."""
+    decoder = DECODERS["dense"]
+    read: list[int] = []
+
+    def break_down(session: Session, given: Mapping[str, TensorHandle]) -> None:
+        read.append(1)
+        raise EngineFailedError("gone", kind="crashed", next_action="-")
+
+    trace = greedy_decode(
+        spy_on(decoder, tmp_path), decoder.topology, PROMPT, max_new_tokens=3, on_end=break_down
+    )
+    assert trace.failure is not None
+    assert (trace.failure.step, trace.failure.message, len(trace.token_ids)) == (3, "gone", 3)
+
+    spy = spy_on(decoder, tmp_path, fail_at=1)
+    trace = greedy_decode(spy, decoder.topology, PROMPT, max_new_tokens=3, on_end=break_down)
+    assert trace.failure is not None
+    assert (trace.failure.step, len(read)) == (1, 1)
