@@ -33,15 +33,30 @@ CUDA_PROVIDER = "CUDAExecutionProvider"
 _DISTRIBUTIONS = (
     "onnxruntime",
     "onnxruntime-gpu",
+    "onnxruntime-azure",
+    "onnxruntime-cann",
+    "onnxruntime-coreml",
     "onnxruntime-directml",
+    "onnxruntime-gpu-extended",
+    "onnxruntime-lite",
     "onnxruntime-migraphx",
     "onnxruntime-openvino",
     "onnxruntime-qnn",
     "onnxruntime-rocm",
+    "onnxruntime-silicon",
     "onnxruntime-training",
+    "onnxruntime-training-cpu",
+    "onnxruntime-trt-rtx",
+    "onnxruntime-webgpu",
+    "onnxruntime-windowsml",
+    "ort-nightly",
+    "ort-nightly-directml",
+    "ort-nightly-gpu",
 )
-"""Distributions that all own the folder `onnxruntime`: pip installs several without a word, and the last
+"""Distributions that own the folder `onnxruntime`, or did: pip installs several without a word, and the last
 one wins file by file."""
+
+_OWNED = "onnxruntime/__init__.py"
 
 _UNSUPPORTED = re.compile(
     r"NOT_IMPLEMENTED"
@@ -57,11 +72,18 @@ _UNSUPPORTED = re.compile(
 
 
 def installed_distributions() -> dict[str, str]:
-    """The ONNX Runtime distributions that are installed, with their versions."""
+    """The distributions that own the files of the module `onnxruntime`, with their versions.
+
+    A provider in a library of its own, such as newer releases of `onnxruntime-qnn`, is none of them.
+    """
     found = {}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            distribution = metadata.distribution(name)
+            record = distribution.read_text("RECORD")
+            # Whoever keeps no record may own them.
+            if record is None or any(line.startswith(_OWNED) for line in record.splitlines()):
+                found[name] = distribution.version
     return found
 
 

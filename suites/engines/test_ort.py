@@ -261,16 +261,56 @@ def test_a_provider_without_its_library_is_bad_input(plain: Path) -> None:
         CPU_ENGINE.open(plain, {"provider": "cpu_ep"})
 
 
-def test_two_distributions_together_are_not_usable(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def install(folder: Path, name: str, version: str, *files: str) -> None:
+    """What pip leaves of a distribution beside its files."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8"
+    )
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files), encoding="utf-8")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder in which distributions are found; the modules are where they were."""
+    monkeypatch.setattr(
+        ort_runtime.metadata,
+        "distribution",
+        lambda name: (
+            next(iter(metadata.distributions(name=name, path=[str(tmp_path)])), None) or absent(name)
+        ),
+    )
+    return tmp_path
+
+
+def absent(name: str) -> Any:
+    """As `importlib.metadata` says it."""
+    raise metadata.PackageNotFoundError(name)
+
+
+def test_a_provider_in_a_library_of_its_own_is_no_second_runtime(site: Path) -> None:
+    """What counts is who owns the files of the module, whatever a distribution is called."""
+    install(site, "onnxruntime-gpu", "1.31.1", "onnxruntime/__init__.py", "onnxruntime/capi/x.so")
+    install(site, "onnxruntime-qnn", "2.7.0", "onnxruntime_qnn/__init__.py", "onnxruntime_qnn/qnn.so")
+
+    assert ort_runtime.installed_distributions() == {"onnxruntime-gpu": "1.31.1"}
+    assert CPU_ENGINE.availability().usable
+
+
+def test_a_distribution_without_a_record_may_own_the_files(site: Path) -> None:
+    """It is taken for one that does, so that nothing runs on files of two."""
+    install(site, "onnxruntime-gpu", "1.31.1", "onnxruntime/__init__.py")
+    install(site, "onnxruntime-rocm", "1.22.2", "onnxruntime/__init__.py")
+    (site / "onnxruntime_rocm-1.22.2.dist-info/RECORD").unlink()
+
+    assert set(ort_runtime.installed_distributions()) == {"onnxruntime-gpu", "onnxruntime-rocm"}
+
+
+def test_two_distributions_together_are_not_usable(site: Path, model: Path) -> None:
     """They overwrite each other's files, so neither can be trusted; the fix is the next action."""
-    versions = {"onnxruntime": "1.32.0", "onnxruntime-gpu": "1.31.1"}
-
-    def version(name: str) -> str:
-        if name not in versions:
-            raise metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(ort_runtime.metadata, "version", version)
+    for name, version in (("onnxruntime", "1.32.0"), ("onnxruntime-gpu", "1.31.1")):
+        install(site, name, version, "onnxruntime/__init__.py")
 
     for engine in (CPU_ENGINE, CUDA_ENGINE):
         found = engine.availability()
