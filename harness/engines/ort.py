@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.engines.base import Availability, Engine, EngineOption, OptionValue, SessionInfo
 from harness.engines.options import Choice, Count, Text, complete
+from harness.engines.ort_cuda import CUDA_OPTIONS, provider_options, provider_settings
 from harness.engines.ort_device import DevicePrograms
 from harness.engines.ort_placement import CPU_PROVIDER, placement_of, require_on_device
 from harness.engines.ort_plugin import plugin_devices
@@ -41,6 +42,7 @@ _FATAL = 4
 _COMMON_OPTIONS: dict[str, EngineOption] = {
     "threads": Count("threads within an operator; 0 leaves the number to ONNX Runtime", default=0),
     "opt": Choice("graph optimisation", tuple(_OPTIMISATION_LEVELS)),
+    "deterministic": Choice("1 asks for deterministic kernels where there are any", ("0", "1")),
 }
 
 
@@ -105,13 +107,7 @@ class OrtCudaEngine:
     name: str = "ort-cuda"
     description: str = "ONNX Runtime on an NVIDIA GPU"
     options: Mapping[str, EngineOption] = field(
-        default_factory=lambda: MappingProxyType(
-            _COMMON_OPTIONS
-            | {
-                "device": Count("index of the CUDA device", default=0),
-                "tf32": Choice("1 rounds fp32 products to TF32 (about 1e-3 relative)", ("0", "1")),
-            }
-        )
+        default_factory=lambda: MappingProxyType(_COMMON_OPTIONS | dict(CUDA_OPTIONS))
     )
 
     def availability(self) -> Availability:
@@ -126,10 +122,10 @@ class OrtCudaEngine:
         """
         values = complete(self.name, self.options, options)
         settings = _session_settings(values)
-        device, tf32 = int(values["device"]), str(values["tf32"])
+        device, asked = int(values["device"]), provider_options(values)
         require(self.name, cuda_availability(device))
         runtime = load_runtime()
-        provider = (CUDA_PROVIDER, {"device_id": str(device), "use_tf32": tf32, "enable_cuda_graph": "0"})
+        provider = (CUDA_PROVIDER, asked)
         with captured_stderr() as lines:
             try:
                 session = runtime.InferenceSession(
@@ -146,12 +142,13 @@ class OrtCudaEngine:
                 f"{', '.join(session.get_providers())}: {' '.join(lines[:1]) or 'no reason given'}",
                 next_action="See `onnx-parity engines` for what is usable here.",
             )
+        reported = provider_settings(asked, session.get_provider_options()[CUDA_PROVIDER], os.environ)
         placement = placement_of(session)
         require_on_device(CUDA_PROVIDER, placement)
         info = SessionInfo(
             engine=self.name,
             version=runtime.__version__,
-            settings=settings | _cuda_settings(session),
+            settings=settings | reported,
             placement=placement,
             mode="eager",
         )
@@ -171,7 +168,7 @@ def _session_settings(options: Mapping[str, OptionValue]) -> dict[str, OptionVal
         "threads": options["threads"],
         "opt": options["opt"],
         "inter_op_threads": 1,
-        "deterministic_compute": False,
+        "deterministic_compute": options["deterministic"] == "1",
     }
 
 
@@ -186,16 +183,6 @@ def _session_options(runtime: Any, settings: Mapping[str, OptionValue]) -> Any:
     options.graph_optimization_level = getattr(runtime.GraphOptimizationLevel, level)
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     return options
-
-
-def _cuda_settings(session: Any) -> dict[str, OptionValue]:
-    """What the CUDA provider says it runs with: asking for an option proves nothing."""
-    told = session.get_provider_options()[CUDA_PROVIDER]
-    names = ("device_id", "use_tf32", "enable_cuda_graph", "sdpa_kernel", "cudnn_conv_algo_search")
-    found: dict[str, OptionValue] = {name: told[name] for name in names if name in told}
-    # Read by the attention kernels when they are built, not a provider option.
-    found["ORT_DISABLE_FLASH_ATTENTION"] = os.environ.get("ORT_DISABLE_FLASH_ATTENTION", "")
-    return found
 
 
 CPU_ENGINE: Engine = OrtCpuEngine()

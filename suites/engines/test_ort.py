@@ -88,6 +88,14 @@ def test_the_optimisation_level_reaches_the_runtime(model: Path, opt: str) -> No
     assert options.intra_op_num_threads == 1
 
 
+@pytest.mark.parametrize(("asked", "expected"), [("0", False), ("1", True)])
+def test_deterministic_compute_reaches_the_runtime(model: Path, asked: str, expected: bool) -> None:
+    """And the report."""
+    session: Any = CPU_ENGINE.open(model, {"deterministic": asked, "threads": 1})
+    assert session._session.get_session_options().use_deterministic_compute is expected
+    assert session.info.settings["deterministic_compute"] is expected
+
+
 @pytest.mark.parametrize(
     ("engine", "options", "message"),
     [
