@@ -22,6 +22,7 @@ from harness.engines.base import (
 from harness.engines.options import complete
 from harness.engines.reduce import top_logits_of
 from harness.engines.tensor_types import dtype_of_array, is_native, numpy_dtype
+from harness.engines.wording import first_line
 from harness.errors import EngineFailedError, EngineUnavailableError, InputError, ParityError
 from harness.ports import PortInventory, inventory_from_session
 
@@ -134,7 +135,7 @@ class NxrtEngine:
             return Availability(
                 usable=False,
                 version=version,
-                reason=f"nxrt {version} cannot be imported: {_first_line(error)}",
+                reason=f"nxrt {version} cannot be imported: {first_line(error)}",
                 next_action="Run `pip install --pre --force-reinstall nxrt`.",
             )
         return Availability(usable=True, version=version)
@@ -183,7 +184,7 @@ def _failures(what: str) -> Iterator[None]:
 
 
 def _meaning(what: str, error: BaseException) -> ParityError:
-    text = _first_line(error)
+    text = first_line(error)
     if isinstance(error, FileNotFoundError) or "failed to parse ONNX protobuf" in text:
         return InputError(f"{what}: {text}", next_action="Check the path, and copy or export the file again.")
     if "unsupported" in text or "not supported" in text or "not implemented" in text:
@@ -197,10 +198,6 @@ def _meaning(what: str, error: BaseException) -> ParityError:
         kind="crashed",
         next_action="Report it to the engine with the model, or use another engine.",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 ENGINE: Engine = NxrtEngine()
