@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 from hypothesis import settings
@@ -9,6 +10,9 @@ from hypothesis import settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in the background deaf to Ctrl-C, and so would be all that is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests import the runtime themselves; what it would report to its makers, and leave in folders, is not wanted.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 settings.register_profile(
     "nightly", max_examples=25 * settings.get_profile("default").max_examples, deadline=None

@@ -94,6 +94,16 @@ def load_runtime() -> Any:
         EngineUnavailableError: it is missing, broken, or several distributions share its folder.
     """
     require("ONNX Runtime", cpu_availability())
+    return _imported()
+
+
+def _imported() -> Any:
+    """The module `onnxruntime`, wherever it is imported.
+
+    From 1.29 on it reports sessions to its makers and leaves a file in the temporary folder as soon as it is
+    imported, unless a variable says no by then; whoever has set that variable keeps it.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     import onnxruntime
 
     return onnxruntime
@@ -127,7 +137,7 @@ def cpu_availability() -> Availability:
         )
     (name, version), *_ = found.items()
     try:
-        import onnxruntime
+        onnxruntime = _imported()
     except Exception as error:  # a broken native library raises whatever it likes
         return Availability(
             usable=False,
@@ -156,9 +166,7 @@ def cuda_availability(device: int = 0) -> Availability:
     found = cpu_availability()
     if not found.usable:
         return found
-    import onnxruntime
-
-    if CUDA_PROVIDER not in onnxruntime.get_available_providers():
+    if CUDA_PROVIDER not in _imported().get_available_providers():
         return Availability(
             usable=False,
             version=found.version,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 import os
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -348,3 +349,23 @@ def test_what_native_code_writes_is_captured_and_then_flows_again(capfd: pytest.
 
     assert lines == ["from native code", "from Python"]
     assert capfd.readouterr() == ("", "afterwards\n")
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "1"), ("0", "0")])
+def test_the_runtime_reports_to_nobody_unless_it_was_told_to(
+    given: str | None, kept: str, tmp_path: Path
+) -> None:
+    """Asking whether it is there imports it; by then the variable is set, and it leaves no file."""
+    code = "import os; from harness.engines.ort import CPU_ENGINE; assert CPU_ENGINE.availability().usable"
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    environment |= {"TMPDIR": str(tmp_path)} | ({} if given is None else {"ORT_DISABLE_TELEMETRY": given})
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(os.environ['ORT_DISABLE_TELEMETRY'])"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == kept
+    assert given is not None or list(tmp_path.iterdir()) == []
