@@ -23,10 +23,12 @@ __all__ = [
     "PromptJudged",
     "PromptStarted",
     "SessionOpened",
+    "SourceDivergence",
+    "SourceJudged",
     "TokenDecoded",
 ]
 
-EngineRole: TypeAlias = Literal["candidate", "oracle"]
+EngineRole: TypeAlias = Literal["candidate", "oracle", "source"]
 CandidateProcess: TypeAlias = Literal["isolated", "in-process"]
 """Whether the engine under test has processes of its own."""
 
@@ -49,6 +51,8 @@ class CheckStarted:
         compared: what is compared, such as `tokens`.
         seed: the seed of everything random in this check.
         candidate_process: `isolated` in a process of its own, or `in-process`.
+        source: name of the engine that runs the source model; None where there is none.
+        source_path: the folder of the source model.
     """
 
     package: str
@@ -64,6 +68,8 @@ class CheckStarted:
     compared: tuple[str, ...] = ("tokens",)
     seed: int = 0
     candidate_process: CandidateProcess = "in-process"
+    source: str | None = None
+    source_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +158,57 @@ class FirstDivergence:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceDivergence:
+    """Where source model and oracle part first, after the same tokens.
+
+    Attributes:
+        index: position among the generated tokens, from 0.
+        source_token: the source's choice.
+        oracle_token: the oracle's choice.
+        gap: the oracle's lead for its token over the source's, plus the source's for its own.
+        noise_band: which gap rounding may explain; None where it was not measured.
+        source_top: the source's largest logits as (token ID, logit), largest first.
+        oracle_top: the same of the oracle.
+        evidence: one line of fact.
+    """
+
+    index: int
+    source_token: int
+    oracle_token: int
+    gap: float
+    noise_band: float | None
+    source_top: tuple[tuple[int, float], ...]
+    oracle_top: tuple[tuple[int, float], ...]
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceJudged:
+    """What the source model says of one prompt.
+
+    Attributes:
+        verdict: of source against oracle: `identical`, `divergent` or `inconclusive`.
+        source_forced_ids: its choice at every position along the candidate's tokens.
+        first_divergence: where source and oracle part first; None where they do not.
+        attribution: `exporter`, `runtime` or `unknown`; None where no difference is decided.
+        seconds: wall-clock time of its pass or passes.
+    """
+
+    verdict: str
+    source_forced_ids: tuple[int, ...]
+    first_divergence: SourceDivergence | None
+    attribution: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PromptJudged:
     """One prompt has its verdict.
 
     Attributes:
         index: which prompt.
-        verdict: one of the vocabulary's verdicts.
+        verdict: one of the vocabulary's verdicts: the worse of candidate against oracle and, where there is a
+            source, source against oracle.
         candidate_ids: the candidate's tokens, also those from before a failure.
         oracle_ids: the oracle's own greedy tokens, up to and including its choice at the first divergence.
         oracle_forced_ids: the oracle's argmax at every position along the candidate's tokens.
@@ -168,6 +219,7 @@ class PromptJudged:
         oracle_mode: how the oracle ran on this prompt; None where it did not.
         candidate_seconds: wall-clock time of the candidate's decode.
         oracle_seconds: wall-clock time of the oracle's verification.
+        source: what the source model says; None where there is none, or nothing was decoded.
     """
 
     index: int
@@ -182,6 +234,7 @@ class PromptJudged:
     undecided: tuple[int, ...] = ()
     failure: FailureFacts | None = None
     oracle_mode: str | None = None
+    source: SourceJudged | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +247,7 @@ class CheckFinished:
         error: `{"message", "next"}` where the check could not do its work.
         refusal: `{"code", "also", "message", "ports"}` where the topology was refused.
         interrupted: True when the user stopped it.
+        attribution: `exporter`, `runtime` or `unknown`; None without a source, and where nothing differs.
     """
 
     verdict: str | None
@@ -201,6 +255,7 @@ class CheckFinished:
     error: Mapping[str, str] | None = None
     refusal: Mapping[str, Any] | None = field(default=None)
     interrupted: bool = False
+    attribution: str | None = None
 
 
 Event: TypeAlias = CheckStarted | SessionOpened | PromptStarted | TokenDecoded | PromptJudged | CheckFinished

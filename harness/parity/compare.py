@@ -15,7 +15,7 @@ from harness.engines.base import TopLogits
 from harness.events import FirstDivergence
 from harness.parity.verdict import Verdict
 
-__all__ = ["TokenComparison", "compare_tokens", "compare_with_itself"]
+__all__ = ["TokenComparison", "behind", "compare_tokens", "compare_with_itself"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def compare_tokens(
         for i in differing
         if i not in undecided
         or candidate.steps[i].has_nan
-        or _behind(chosen[i], oracle.steps[i]) > (bands[i] if bands else 0.0)
+        or behind(chosen[i], oracle.steps[i]) > (bands[i] if bands else 0.0)
     ]
     parted = next(iter(decided or differing), None)
     own = forced if parted is None else (*chosen[:parted], forced[parted])
@@ -115,8 +115,11 @@ def _alike(one: TopLogits, other: TopLogits) -> bool:
     )
 
 
-def _behind(token: int, top: TopLogits) -> float:
-    """How far `token` is behind the largest logit: at least, where it is not among the largest."""
+def behind(token: int, top: TopLogits) -> float:
+    """How far `token` is behind the largest logit: at least, where it is not among the largest.
+
+    Zero where only that one is known.
+    """
     if token not in top.token_ids:
         return top.values[0] - top.values[-1]
     return top.values[0] - top.values[top.token_ids.index(token)]
