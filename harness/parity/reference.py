@@ -57,12 +57,15 @@ class ReferenceTrace:
         bands: below which margin each position decides nothing; zero where it was not measured.
         undecided: positions whose margin lies within their band, in the finest precision there is.
         mode: how the logits came about.
+        rounding: below which margin the oracle's own precision decides nothing: by the probe, and by all of
+            these tokens where they were decided again. Zero where it was not measured.
     """
 
     trace: Trace
     bands: tuple[float, ...]
     undecided: tuple[int, ...]
     mode: OracleMode
+    rounding: float = 0.0
 
 
 class Reference:
@@ -148,10 +151,14 @@ class Reference:
         prompt_ids: Sequence[int],
         token_ids: Sequence[int],
         *,
+        rivals: Sequence[int] = (),
         extra: ExtraFeeds | None = None,
         on_step: StepObserver | None = None,
     ) -> ReferenceTrace:
         """The oracle's logits along `token_ids`; `extra` is fed at every call.
+
+        `rivals` are another's choices along the same tokens, as many: where the oracle's differ from them, it
+        is as sure as where they differ from the tokens.
 
         Raises:
             InvalidRunError: the oracle failed, or its logits hold NaN.
@@ -161,14 +168,17 @@ class Reference:
         if not self._measures:
             return ReferenceTrace(trace, (0.0,) * len(trace.steps), (), self.mode)
         taken = self.mode  # measuring the band may find that the graph must be stepped
-        bands = [self._band(self._precision, prompt_ids, token_ids)] * len(trace.steps)
+        rounding = self._band(self._precision, prompt_ids, token_ids)
+        bands = [rounding] * len(trace.steps)
         if taken == "one-pass":
             trace = self._as_in_steps(trace, on_step)
         steps = list(trace.steps)
         decided: set[int] = set()
         if self._precision != _FINEST:
             finer: Trace | None = None
-            while doubtful := _doubtful(steps, bands, token_ids) - decided:
+            while doubtful := {
+                i for chosen in (token_ids, rivals or token_ids) for i in _doubtful(steps, bands, chosen)
+            } - decided:
                 if finer is None:
                     finest = self._session_in(_FINEST)
                     finer = self._sound(self._logits(finest, prompt_ids, token_ids, None), finest)
@@ -181,9 +191,10 @@ class Reference:
                     steps[i], bands[i] = finer.steps[i], self._band(_FINEST, prompt_ids, token_ids)
                 decided |= doubtful
             if finer is not None:
+                rounding = max(rounding, 2 * SPREAD_FACTOR * spread_between(trace, finer))
                 trace = replace(trace, steps=tuple(steps), seconds=trace.seconds + finer.seconds)
         undecided = tuple(i for i, step in enumerate(steps) if 0 < step.margin <= bands[i])
-        return ReferenceTrace(trace, tuple(bands), undecided, self.mode)
+        return ReferenceTrace(trace, tuple(bands), undecided, self.mode, rounding)
 
     def _as_in_steps(self, trace: Trace, on_step: StepObserver | None) -> Trace:
         """The trace of one pass, if a pass over the prompt alone begins alike; else steps, now and later.
