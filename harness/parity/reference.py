@@ -176,9 +176,7 @@ class Reference:
         decided: set[int] = set()
         if self._precision != _FINEST:
             finer: Trace | None = None
-            while doubtful := {
-                i for chosen in (token_ids, rivals or token_ids) for i in _doubtful(steps, bands, chosen)
-            } - decided:
+            while doubtful := _doubtful(steps, bands, token_ids, rivals) - decided:
                 if finer is None:
                     finest = self._session_in(_FINEST)
                     finer = self._sound(self._logits(finest, prompt_ids, token_ids, None), finest)
@@ -305,14 +303,17 @@ def _no_spread(spec: EngineSpec) -> str | None:
     return None
 
 
-def _doubtful(steps: Sequence[TopLogits], bands: Sequence[float], token_ids: Sequence[int]) -> set[int]:
-    """Positions to decide in a finer precision: within the band, or where a candidate would be blamed first.
+def _doubtful(steps: Sequence[TopLogits], bands: Sequence[float], *chosen: Sequence[int]) -> set[int]:
+    """Positions to decide in a finer precision: within the band, or where one who chose would be blamed first.
 
     The band is measured on a few tokens, and rounding may matter more behind them.
     """
     close = {i for i, step in enumerate(steps) if step.margin <= bands[i]}
-    blamed = next((i for i, step in enumerate(steps) if step.argmax != token_ids[i]), None)
-    return close if blamed is None else close | {blamed}
+    blamed = (
+        next((i for i, (token, step) in enumerate(zip(ids, steps, strict=False)) if token != step.argmax), None)
+        for ids in chosen
+    )
+    return close | {i for i in blamed if i is not None}
 
 
 def _alike(one: Trace, other: Trace) -> bool:
