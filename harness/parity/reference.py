@@ -304,16 +304,15 @@ def _no_spread(spec: EngineSpec) -> str | None:
 
 
 def _doubtful(steps: Sequence[TopLogits], bands: Sequence[float], *chosen: Sequence[int]) -> set[int]:
-    """Positions to decide in a finer precision: within the band, or where one who chose would be blamed first.
+    """Positions to decide in a finer precision: within the band, or where a chooser would be blamed first.
 
     The band is measured on a few tokens, and rounding may matter more behind them.
     """
     close = {i for i, step in enumerate(steps) if step.margin <= bands[i]}
-    blamed = (
-        next((i for i, (token, step) in enumerate(zip(ids, steps, strict=False)) if token != step.argmax), None)
-        for ids in chosen
-    )
-    return close | {i for i in blamed if i is not None}
+    for token_ids in chosen:
+        pairs = zip(token_ids, steps, strict=False)
+        close |= {*[i for i, (token, step) in enumerate(pairs) if token != step.argmax][:1]}
+    return close
 
 
 def _alike(one: Trace, other: Trace) -> bool:
