@@ -226,7 +226,7 @@ def report_option(verb: Verb) -> Verb:
         click.option(
             "--report-dir",
             type=click.Path(path_type=Path, file_okay=False),
-            help="Where parity.json goes. [default: reports/<UTC time>-<package>]",
+            help="Where the report goes. [default: reports/<UTC time>-<package>]",
         ),
     )
 

@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from harness.cli.preparing import Model
     from harness.parity.check import CheckPlan
 
-__all__ = ["EndError", "failure_document", "import_what_runs", "run_and_report"]
+__all__ = ["EndError", "default_report_dir", "failure_document", "import_what_runs", "run_and_report"]
 
 
 class EndError(ParityError):
-    """What ended a check, for the line on standard error."""
+    """What ended a run, as its document says it, for the line on standard error."""
 
-    def __init__(self, end: CheckFinished) -> None:
-        error = end.error or {}
+    def __init__(self, error: Mapping[str, str]) -> None:
         super().__init__(error.get("message", ""), next_action=error.get("next", ""))
 
 
@@ -83,7 +82,7 @@ def run_and_report(
 
     say = Console(stderr=True)
     document = ParityDocument()
-    folder = report_dir or _default_report_dir(model.asked)
+    folder = report_dir or default_report_dir(model.asked)
     writer = ReportWriter(folder, document, fresh=report_dir is None)
     progress = ProgressReporter(say)
 
@@ -96,7 +95,7 @@ def run_and_report(
     finally:
         progress.close()
     if end.error is not None:
-        report_error(EndError(end))
+        report_error(EndError(end.error))
     if as_json:
         print_json_line(document.mapping())
     elif writer.path is not None:
@@ -106,7 +105,8 @@ def run_and_report(
     return end.exit_code
 
 
-def _default_report_dir(package: str) -> Path:
+def default_report_dir(package: str) -> Path:
+    """Where a report on `package` goes that begins now."""
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(package).absolute().name[:80]).strip("-.") or "package"
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     return Path("reports") / f"{stamp}-{label}"
