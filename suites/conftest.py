@@ -11,7 +11,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in the background deaf to Ctrl-C, and so would be all that is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests import the runtime themselves; what it would report to its makers, and leave in folders, is not wanted.
+# Tests import the runtime themselves: it shall neither report to its makers nor leave a file.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 settings.register_profile(
