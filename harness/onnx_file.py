@@ -261,6 +261,19 @@ class ModelFile:
             raise wire.WireError("it holds no graph")
         return tuple(locations)
 
+    def weights_among(self, names: frozenset[str]) -> set[str]:
+        """Those of `names` that are initialisers of the main graph."""
+        places = array("Q")
+        for _, kind, start, end in wire.fields(self._data, 0, len(self._data), only=(_MODEL_GRAPH,)):
+            if kind != wire.BYTES:
+                continue
+            only = (_GRAPH_INITIALIZERS, _GRAPH_SPARSE)
+            for number, inner, first, last in wire.fields(self._data, start, end, only=only):
+                if inner == wire.BYTES:
+                    self._budget.spend(Budget.PLACE)
+                    places.extend((number, first, last))
+        return self._weights_among(names, places)
+
     def _weights_among(self, names: frozenset[str], places: array[int]) -> set[str]:
         """Those of `names` that are initialisers; `places` has field number, start and end of each."""
         found: set[str] = set()

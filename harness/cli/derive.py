@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
-from harness.cli.output import json_option, print_json_line, report_error, reporting, unreadable
+from harness.cli.output import (
+    json_option,
+    print_json_line,
+    report_error,
+    report_warning,
+    reporting,
+    unreadable,
+)
 from harness.cli.source import Source, read_source
 from harness.errors import InputError, ParityError
 
@@ -85,6 +92,8 @@ def command(
             if as_json:
                 print_json_line(_document_of_failure(name, outcome, error))
             continue
+        for warning in derivation.warnings:
+            report_warning(warning)
         document = derivation_document(name, derivation)
         codes.append(document["exit_code"])
         if as_json:

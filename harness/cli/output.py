@@ -17,6 +17,7 @@ __all__ = [
     "json_option",
     "print_json_line",
     "report_error",
+    "report_warning",
     "reporting",
     "unreadable",
 ]
@@ -51,7 +52,16 @@ def print_json_line(document: Mapping[str, Any]) -> None:
 
 def report_error(error: ParityError) -> None:
     """Say on standard error, in one line, what is wrong and what to do about it."""
-    text = " ".join(str(error).split())
+    _say(str(error))
+
+
+def report_warning(warning: str) -> None:
+    """Say on standard error, in one line, what a user should know about a result that stands."""
+    _say(f"warning: {warning}")
+
+
+def _say(sentences: str) -> None:
+    text = " ".join(sentences.split())
     click.echo(f"onnx-parity: {''.join(c if c.isprintable() else repr(c)[1:-1] for c in text)}", err=True)
 
 

@@ -18,6 +18,26 @@ SELF_KV_ROLES = frozenset({Role.KV_KEY, Role.KV_VALUE, Role.KV_FUSED, Role.KV_SC
 
 _ENCODER_WORDS = frozenset({"encoder", "encode", "cross"})
 _PAGE_WORDS = frozenset({"block", "blocks", "page", "pages", "slots"})
+_FLOATS = frozenset(
+    {
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+        "float4e2m1",
+        "float6e2m3",
+        "float6e3m2",
+        "float8e4m3fn",
+        "float8e4m3fnuz",
+        "float8e5m2",
+        "float8e5m2fnuz",
+        "float8e8m0",
+    }
+)
+_QUANTISED = _FLOATS | {"int8", "uint8", "int4", "uint4", "int2", "uint2"}
+_COUNTERS = frozenset({"int16", "uint16", "int32", "uint32", "int64", "uint64"})
+_DTYPES = {Role.KV_SCALE: _FLOATS, Role.STATE: _QUANTISED | _COUNTERS}
+"""What dtypes a cache may have by its role, if not `_QUANTISED`: a state may also count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +69,7 @@ def check_binding(
     `match`, `batch` and `sequence` are those of `derive_cache`. Where the graph does not say a dtype or a
     shape, it contradicts nothing.
     """
-    findings = _check_paging(binding)
+    findings = [*_check_paging(binding), *_check_dtype(binding)]
     if binding.role is Role.STATE:
         findings += _check_initial_state(binding.past, batch)
     if binding.present is None:
@@ -137,6 +157,22 @@ def _check_paging(binding: CacheBinding) -> list[Finding]:
             "sequences share: not a cache of one sequence. Export the graph without paged attention.",
             (binding.past.name,),
         )
+    ]
+
+
+def _check_dtype(binding: CacheBinding) -> list[Finding]:
+    """Refuse a dtype in which nothing like this is kept, such as text, flags, or a sequence of tensors."""
+    ports = (binding.past, *((binding.present,) if binding.present is not None else ()))
+    possible = {None, *_DTYPES.get(binding.role, _QUANTISED)}
+    return [
+        Finding(
+            "E_DTYPE_MISMATCH",
+            f"{quoted(port.name)} is {binding.role.value} with the dtype {port.dtype}, and none is kept in "
+            "that. Export it with numbers, or declare what the port is under model.io.",
+            (port.name,),
+        )
+        for port in ports
+        if port.dtype not in possible
     ]
 
 

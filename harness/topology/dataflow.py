@@ -9,14 +9,14 @@ product with it, a reduction of it) is no such step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from harness import wire
 from harness.errors import InputError
-from harness.onnx_file import Budget, open_model
+from harness.onnx_file import Budget, ModelFile, open_model
 from harness.onnx_graph import FunctionBody, GraphBody, Node, functions_of, main_graphs, nodes_of, subgraph
 from harness.topology.spec import Role
 
@@ -111,6 +111,8 @@ class CacheFlow:
         self._outputs: dict[int, str] = {}
         self._patience = 0
         self.scope: dict[str, int] = {}
+        self.unproduced: frozenset[str] = frozenset()
+        """Outputs that are given by no node, and are neither inputs nor weights; known once it is closed."""
         self._inputs = {name: self.define(self.scope, name) for name in inputs}
 
     def define(self, scope: dict[str, int], name: str) -> int:
@@ -128,8 +130,13 @@ class CacheFlow:
                 self._further.setdefault(source, []).append(step)
             self._patience += 1
 
-    def close(self) -> None:
-        """All steps are noted: now the graph's outputs are those values that bear their names."""
+    def close(self, weights: Callable[[frozenset[str]], Collection[str]] = frozenset) -> None:
+        """All steps are noted: now the graph's outputs are those values that bear their names.
+
+        `weights` tells those of some names that are weights; it is asked only where an output needs one.
+        """
+        lacking = frozenset(self._wanted).difference(self.scope)
+        self.unproduced = lacking.difference(weights(lacking)) if lacking else lacking
         self._outputs.update((self.scope[name], name) for name in self._wanted if name in self.scope)
         # Caches do not meet, so all walks together take about as many steps as there are. Where they
         # take far more, nothing is said any more, rather than at a cost that grows with the square.
@@ -179,7 +186,7 @@ def read_cache_flow(path: Path | str) -> CacheFlow:
     """
     with open_model(path) as model:
         try:
-            return _Reader(model.data, model.budget).read()
+            return _Reader(model).read()
         except wire.WireError as error:
             raise InputError(
                 f"{path} is not a complete ONNX model: {error}.",
@@ -190,10 +197,11 @@ def read_cache_flow(path: Path | str) -> CacheFlow:
 class _Reader:
     """Walks the graphs of one file."""
 
-    def __init__(self, data: memoryview, budget: Budget) -> None:
-        self._data = data
-        self._budget = budget
-        self._functions = functions_of(data)
+    def __init__(self, model: ModelFile) -> None:
+        self._data = model.data
+        self._budget = model.budget
+        self._weights_among = model.weights_among
+        self._functions = functions_of(model.data)
         self._summaries: dict[tuple[str, str], _Slots] = {}
         self._depth = 0
 
@@ -205,7 +213,7 @@ class _Reader:
         )
         for body in bodies:
             self._walk(flow, body, [flow.scope])
-        flow.close()
+        flow.close(self._weights_among)
         return flow
 
     def _walk(self, flow: CacheFlow, body: GraphBody | FunctionBody, scopes: list[dict[str, int]]) -> None:

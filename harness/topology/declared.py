@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from harness.ports import Port
 from harness.topology.acceptance import CROSS_ROLES, SELF_KV_ROLES, CacheBinding, check_binding
-from harness.topology.conventions import Convention
+from harness.topology.conventions import INDEX, Convention
+from harness.topology.dataflow import CacheFlow
 from harness.topology.derive import derive_cache
 from harness.topology.findings import Finding, listed, quoted
 from harness.topology.genai import GenaiNames
-from harness.topology.patterns import layer_of
+from harness.topology.patterns import PatternTable, layer_of
 from harness.topology.placement import Direction, Placement
 from harness.topology.shapes import StateShapeMatch
 from harness.topology.sidecar import STATIC_CACHE_LISTS, STATIC_CACHE_PORTS, DeclaredIo
 from harness.topology.spec import Role
 from harness.topology.swaps import cache_role, tokens
+from harness.topology.witness import confirm
 
-__all__ = ["place_configured", "place_declared"]
+__all__ = ["note_unfollowed", "place_configured", "place_declared"]
 
 _BECAUSE = "declared by the package's io block"
 
@@ -30,24 +33,52 @@ def place_configured(placement: Placement, names: GenaiNames) -> None:
             _place_single(placement, role, name, f"named {role.value} by genai_config.json")
     for name in names.controls:
         _place_single(placement, Role.CONTROL, name, "named as a length by genai_config.json")
+    for one in names.templates:
+        if INDEX not in one.pattern and placement.taken(one.role) is None:
+            _find(placement, one.pattern, one.direction)
+
+
+def note_unfollowed(placement: Placement, names: GenaiNames) -> None:
+    """Say which templates of `genai_config.json` no port follows, and which ports are derived instead."""
+    for one in names.templates:
+        is_input = one.direction == "input"
+        ports = placement.inventory.inputs if is_input else placement.inventory.outputs
+        table = PatternTable([(one.pattern, None)])
+        if INDEX not in one.pattern or any(table.matches(port.name) for port in ports):
+            continue
+        what = f"no {one.direction} is named like {quoted(one.pattern)}, {one.key} of genai_config.json"
+        placement.warnings.append(f"{what[0].upper()}{what[1:]}: it is left aside. Correct it, or remove it.")
+        side = placement.inputs if is_input else placement.outputs
+        for name, port in side.items():
+            if port.role is one.role:
+                side[name] = replace(port, because=f"{port.because}; {what}")
 
 
 def place_declared(
-    placement: Placement, io: DeclaredIo, conventions: Sequence[Convention], match: StateShapeMatch
+    placement: Placement,
+    io: DeclaredIo,
+    conventions: Sequence[Convention],
+    match: StateShapeMatch,
+    flow: CacheFlow | None,
 ) -> None:
-    """Place what the `io` block declares. A cache whose other side it leaves out is completed by name."""
+    """Place what the `io` block declares. A cache whose other side it leaves out is completed by name.
+
+    What is declared stands, also where the dataflow contradicts it: that is a warning.
+    """
     for role, name in io.single.items():
         _place_single(placement, role, name, _BECAUSE)
-    completed = _completed_by_name(placement, io, conventions, match)
+    natural = _by_name(placement, io, conventions, match)
     bindings = [
-        *_declared_bindings(placement, io.kv_inputs, io.kv_outputs, completed),
-        *_declared_bindings(placement, io.cross_kv_inputs, io.cross_kv_outputs, completed, cross=True),
+        *_declared_bindings(placement, io.kv_inputs, io.kv_outputs, natural),
+        *_declared_bindings(placement, io.cross_kv_inputs, io.cross_kv_outputs, natural, cross=True),
     ]
     for pair in io.state_pairs or ():
         past, present = _find(placement, pair.input, "input"), _find(placement, pair.output, "output")
         if past is not None and present is not None:
-            bindings.append(CacheBinding(past, present, Role.STATE, None, _BECAUSE))
-    bindings += _static_bindings(placement, io)
+            bindings.append(CacheBinding(past, present, Role.STATE, _layer(past, natural), _BECAUSE))
+    bindings += _static_bindings(placement, io, natural)
+    if flow is not None:
+        bindings = _held_against(placement, bindings, flow)
     for binding in bindings:
         placement.findings += check_binding(binding, match=match, batch=None, sequence=None)
         placement.place_binding(binding)
@@ -57,6 +88,21 @@ def place_declared(
     for name in io.optional_inputs:
         if _find(placement, name, "input") is not None:
             placement.place(name, "input", Role.OPTIONAL, _BECAUSE)
+
+
+def _held_against(
+    placement: Placement, bindings: Sequence[CacheBinding], flow: CacheFlow
+) -> list[CacheBinding]:
+    """Declared caches with what the dataflow says about them as further evidence."""
+    no_caches = {*placement.outputs, "logits"}
+    outputs = {port.name for port in placement.inventory.outputs} - no_caches
+    confirmed, findings = confirm(flow, bindings, outputs, declared=True)
+    against = {finding.ports[0]: finding.message for finding in findings}
+    placement.warnings += against.values()
+    return [
+        replace(one, because=f"{one.because}. {against[one.past.name]}") if one.past.name in against else one
+        for one in confirmed
+    ]
 
 
 def _place_single(placement: Placement, role: Role, name: str, because: str) -> None:
@@ -81,11 +127,12 @@ def _find(placement: Placement, name: str, direction: Direction) -> Port | None:
     return None
 
 
-def _completed_by_name(
+def _by_name(
     placement: Placement, io: DeclaredIo, conventions: Sequence[Convention], match: StateShapeMatch
 ) -> dict[str, CacheBinding]:
-    """Caches by the name of either side: what declarations that name one side only leave open."""
-    if all(ports is None for ports in (io.kv_inputs, io.kv_outputs, io.cross_kv_inputs, io.cross_kv_outputs)):
+    """Caches by the name of either side: what declarations leave open, such as layers, or the other side."""
+    declared = (io.kv_inputs, io.kv_outputs, io.cross_kv_inputs, io.cross_kv_outputs, io.state_pairs)
+    if io.static_cache is None and all(ports is None for ports in declared):
         return {}
     found = derive_cache(placement.inventory, conventions, match=match).bindings
     by_name = {binding.past.name: binding for binding in found}
@@ -93,11 +140,17 @@ def _completed_by_name(
     return by_name
 
 
+def _layer(past: Port, natural: Mapping[str, CacheBinding]) -> int | None:
+    """The layer of a declared cache: what its name says, as where it is derived."""
+    known = natural.get(past.name)
+    return layer_of(past.name) if known is None else known.layer
+
+
 def _declared_bindings(
     placement: Placement,
     inputs: Sequence[str] | None,
     outputs: Sequence[str] | None,
-    completed: dict[str, CacheBinding],
+    completed: Mapping[str, CacheBinding],
     *,
     cross: bool = False,
 ) -> list[CacheBinding]:
@@ -138,11 +191,13 @@ def _declared_bindings(
         if past is None or (present is None and present_name is not None):
             continue
         role = _cache_role(past.name, natural, cross=cross)
-        bindings.append(CacheBinding(past, present, role, natural.layer if natural else None, _BECAUSE))
+        bindings.append(CacheBinding(past, present, role, _layer(past, completed), _BECAUSE))
     return bindings
 
 
-def _static_bindings(placement: Placement, io: DeclaredIo) -> list[CacheBinding]:
+def _static_bindings(
+    placement: Placement, io: DeclaredIo, natural: Mapping[str, CacheBinding]
+) -> list[CacheBinding]:
     """Place the control ports of a declared static cache; returns its buffers."""
     fields = io.static_cache
     if fields is None:
@@ -170,7 +225,7 @@ def _static_bindings(placement: Placement, io: DeclaredIo) -> list[CacheBinding]
             past = _find(placement, past_name, "input")
             present = _find(placement, outputs[index], "output")
             if past is not None and present is not None:
-                bindings.append(CacheBinding(past, present, role, layer_of(past_name), _BECAUSE))
+                bindings.append(CacheBinding(past, present, role, _layer(past, natural), _BECAUSE))
     placement.static_cache = {
         key: value if isinstance(value, str) else list(value) for key, value in fields.items()
     }

@@ -7,9 +7,9 @@ stands for the layer. Nothing here reads or writes files; `harness.package` does
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from harness.topology.conventions import INDEX, Convention, IndexedPatterns, PortPair, StemPair
 from harness.topology.mappings import misfit, optional_string, section
@@ -45,9 +45,31 @@ _CROSS = {
 }
 _FUSED = (("inputs", "past_names"), ("outputs", "present_names"))
 _RECURRENT = (("inputs", "rnn_prev_states"), ("outputs", "rnn_states"))
+_CACHES: tuple[Mapping[Role, tuple[str, str]], ...] = (
+    {
+        Role.KV_KEY: ("past_key_names", "present_key_names"),
+        Role.KV_VALUE: ("past_value_names", "present_value_names"),
+    },
+    {Role.KV_FUSED: ("past_names", "present_names")},
+    {
+        Role.CROSS_KV_KEY: ("cross_past_key_names", "cross_present_key_names"),
+        Role.CROSS_KV_VALUE: ("cross_past_value_names", "cross_present_value_names"),
+    },
+)
+"""Keys of the past and of the present template, by what the caches are; together what belongs together."""
+_STATES = {Role.STATE: ("rnn_prev_states", "rnn_states")}
 _NUMBER = re.compile("[0-9]+")
 _NAME = "genai_config.json"
 _SOURCE = "the package"
+
+
+class CacheName(NamedTuple):
+    """A name or template of caches: the key that gives it, the side it is of, and what such ports are."""
+
+    key: str
+    pattern: str
+    direction: Literal["input", "output"]
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +80,13 @@ class GenaiNames:
         single: port name by role.
         controls: ports that carry lengths.
         convention: the naming of the caches; None where it names none.
+        templates: the names and templates of caches, one by one.
     """
 
     single: Mapping[Role, str]
     controls: tuple[str, ...] = ()
     convention: Convention | None = None
+    templates: tuple[CacheName, ...] = ()
 
 
 def genai_names(config: Mapping[str, Any]) -> GenaiNames:
@@ -99,7 +123,7 @@ def genai_names(config: Mapping[str, Any]) -> GenaiNames:
     if not pairs:
         return GenaiNames(single, controls)
     convention = Convention(_NAME, _SOURCE, pairs=tuple(pairs), stems=stems)
-    return GenaiNames(single, controls, convention)
+    return GenaiNames(single, controls, convention, tuple(_given(given)))
 
 
 def genai_config_of(topology: Topology) -> dict[str, Any]:
@@ -118,21 +142,23 @@ def genai_config_of(topology: Topology) -> dict[str, Any]:
             outputs["logits"] = port.name
         if port.role is Role.CONTROL and port.name in _CONTROLS:
             inputs[port.name] = port.name
-    for role, (past_key, present_key) in {
-        Role.KV_KEY: ("past_key_names", "present_key_names"),
-        Role.KV_VALUE: ("past_value_names", "present_value_names"),
-        Role.KV_FUSED: ("past_names", "present_names"),
-        Role.CROSS_KV_KEY: ("cross_past_key_names", "cross_present_key_names"),
-        Role.CROSS_KV_VALUE: ("cross_past_value_names", "cross_present_value_names"),
-    }.items():
-        ports = [port for port in topology.roles if port.role is role]
-        past = _template(port for port in ports if port.direction == "input")
-        present = _template(port for port in ports if port.direction == "output")
-        if past is not None:
-            inputs[past_key] = past
-        if present is not None:
-            outputs[present_key] = present
+    for kinds in _CACHES:
+        pasts = {keys[0]: _template_of(topology, role, "input") for role, keys in kinds.items()}
+        presents = {keys[1]: _template_of(topology, role, "output") for role, keys in kinds.items()}
+        # The format asks for templates that belong together to be given together.
+        if Role.CROSS_KV_KEY in kinds or None not in (*pasts.values(), *presents.values()):
+            inputs.update((key, template) for key, template in pasts.items() if template is not None)
+            outputs.update((key, template) for key, template in presents.items() if template is not None)
     return {"model": {"decoder": {"inputs": inputs, "outputs": outputs}}}
+
+
+def _given(given: Callable[[str, str], str | None]) -> Iterator[CacheName]:
+    for kinds in (*_CACHES, _STATES):
+        for role, (past, present) in kinds.items():
+            if (name := given("inputs", past)) is not None:
+                yield CacheName(past, name, "input", role)
+            if (name := given("outputs", present)) is not None:
+                yield CacheName(present, name, "output", role)
 
 
 def _templates(
@@ -153,6 +179,10 @@ def _templates(
             where = ".".join(given[field][0])
             raise misfit(f"model.decoder.{where}", "a template with one %d for the layer", template)
     return found
+
+
+def _template_of(topology: Topology, role: Role, direction: str) -> str | None:
+    return _template(port for port in topology.roles if (port.role, port.direction) == (role, direction))
 
 
 def _template(ports: Iterable[PortRole]) -> str | None:

@@ -57,22 +57,54 @@ _BYTES = 256  # a vocabulary of bytes, and of most toys
 _WIDEST_HIDDEN = 16_384  # of Llama 3.1 405B; most vocabularies are wider
 _NO_TOKEN_WORDS = frozenset(
     {
+        "batch",
+        "beam",
+        "beams",
+        "bos",
+        "cache",
+        "count",
+        "counts",
+        "duration",
+        "durations",
+        "eos",
         "index",
         "indices",
         "label",
         "labels",
         "language",
-        "len",
         "length",
         "lengths",
         "mask",
+        "num",
+        "number",
+        "offset",
+        "offsets",
+        "pad",
+        "padding",
+        "penalty",
         "pos",
         "position",
         "positions",
+        "random",
+        "rng",
+        "seed",
+        "seeds",
         "segment",
         "segments",
+        "size",
+        "sizes",
+        "slot",
+        "slots",
         "speaker",
+        "step",
+        "steps",
         "task",
+        "temperature",
+        "timestep",
+        "timesteps",
+        "tone",
+        "tones",
+        "top",
         "type",
         "types",
     }
@@ -268,6 +300,7 @@ def place_token_by_shape(inputs: Sequence[Port]) -> NamedPort | Finding | None:
         and port.shape is not None
         and len(port.shape) == 2
         and not words(port.name) & _NO_TOKEN_WORDS
+        and not _says_length(port.name)
     ]
     if not fitting:
         return None
@@ -279,6 +312,11 @@ def place_token_by_shape(inputs: Sequence[Port]) -> NamedPort | Finding | None:
         f"Declare model.io.token_input: {matching(names)}.",
         names,
     )
+
+
+def _says_length(name: str) -> bool:
+    """True if a name speaks of lengths, which are often run together with what they are of: `seqlens`."""
+    return any(word.endswith(("len", "lens")) for word in words(name))
 
 
 def place_logits(

@@ -23,6 +23,7 @@ class Placement:
         inputs: role by input name, of those that are placed.
         outputs: role by output name, of those that are placed.
         findings: what speaks against a topology so far.
+        warnings: what speaks against declarations that are kept, in sentences.
         static_cache: the fields of a static cache, None where there is none.
     """
 
@@ -31,6 +32,7 @@ class Placement:
         self.inputs: dict[str, PortRole] = {}
         self.outputs: dict[str, PortRole] = {}
         self.findings: list[Finding] = []
+        self.warnings: list[str] = []
         self.static_cache: Mapping[str, str | Sequence[str]] | None = None
         self._ports = {
             "input": {port.name: port for port in inventory.inputs},

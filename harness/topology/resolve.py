@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from harness.ports import Dimension, Port, PortInventory
 from harness.topology.acceptance import CROSS_ROLES, SELF_KV_ROLES
 from harness.topology.conventions import Convention
 from harness.topology.dataflow import CacheFlow, read_cache_flow
-from harness.topology.declared import place_configured, place_declared
+from harness.topology.declared import note_unfollowed, place_configured, place_declared
 from harness.topology.derive import derive_cache
 from harness.topology.exporters import CONVENTIONS
 from harness.topology.findings import Finding, listed, matching, quoted, refusal_from
@@ -112,9 +112,13 @@ def resolve(
     if Gate(gate) is Gate.RECURRENT_ONLY and not is_declared and not has_state:
         return Derivation(Outcome.DECLINED, refusal=_declined(inventory))
     if placement.findings:
-        return Derivation(Outcome.REFUSED, refusal=refusal_from(placement.findings))
+        return Derivation(
+            Outcome.REFUSED,
+            refusal=refusal_from(placement.findings),
+            warnings=tuple(placement.warnings),
+        )
     outcome = Outcome.DECLARED if is_declared else Outcome.DERIVED
-    return Derivation(outcome, topology=placement.topology())
+    return Derivation(outcome, topology=placement.topology(), warnings=tuple(placement.warnings))
 
 
 def _place(
@@ -127,7 +131,7 @@ def _place(
 ) -> Placement:
     """Give every port a role, from what is declared to what is left over."""
     placement = Placement(inventory)
-    place_declared(placement, io, conventions, match)
+    place_declared(placement, io, conventions, match, flow)
     place_configured(placement, names)
     filled = {port.role for port in placement.inputs.values()}
     for named in place_inputs_by_name(placement.open_inputs(), filled=filled):
@@ -138,9 +142,12 @@ def _place(
     _place_logits(placement)
     for port in placement.open_outputs():
         placement.place(port.name, "output", Role.AUXILIARY, "no cache and not the logits; nothing needs it")
+    note_unfollowed(placement, names)
     unknown = _unexplained(placement, placement.open_inputs())
     if unknown:
         placement.findings.append(_unknown(unknown))
+    if flow is not None:
+        placement.findings += _unproduced(placement.inventory.outputs, flow.unproduced)
     return placement
 
 
@@ -320,6 +327,20 @@ def _malformed(inventory: PortInventory) -> list[Finding]:
             for name in sorted(repeated)
         ]
     return findings
+
+
+def _unproduced(outputs: Sequence[Port], lacking: Collection[str]) -> list[Finding]:
+    """Outputs whose values come from nowhere: those that are `lacking`."""
+    return [
+        Finding(
+            "E_MALFORMED_PORT",
+            f"The output {quoted(port.name)} is given by no node, and is neither an input nor a weight. "
+            "Export the graph again.",
+            (port.name,),
+        )
+        for port in outputs
+        if port.name in lacking
+    ]
 
 
 def _malformation(port: Port) -> str | None:

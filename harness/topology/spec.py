@@ -181,8 +181,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """The answer of a derivation: a topology (derived, declared) or a refusal (declined, refused)."""
+    """The answer of a derivation: a topology (derived, declared) or a refusal (declined, refused).
+
+    `warnings` are sentences on what the package declares: it stands, and something speaks against it.
+    """
 
     outcome: Outcome
     topology: Topology | None = None
     refusal: Refusal | None = None
+    warnings: tuple[str, ...] = ()

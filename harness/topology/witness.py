@@ -16,6 +16,12 @@ from harness.topology.spec import Role
 __all__ = ["confirm", "settle"]
 
 _HALVES = frozenset({Role.KV_KEY, Role.KV_VALUE})
+_SAID = {False: "By name", True: "As declared,"}
+_ADVICE = {
+    False: "declare which is right under model.io.",
+    True: "what is declared is kept; correct it where it is wrong.",
+}
+"""What pairs go by, and what to do where the graph contradicts it: made by name (False), or declared."""
 
 
 def settle(
@@ -58,7 +64,7 @@ def settle(
             discipline = Discipline.ANY if role is Role.STATE else sure
             binding = CacheBinding(port, present, role, layer_of(port.name), because, discipline)
             bindings.append(binding)
-            findings += _contradictions(binding, present, found[0])
+            findings += _contradictions(binding, present, found[0], declared=False)
     return bindings, findings
 
 
@@ -70,9 +76,11 @@ def _presents(flow: CacheFlow, port: Port, free: Collection[str], taken: Collect
 
 
 def confirm(
-    flow: CacheFlow, bindings: Iterable[CacheBinding], outputs: Collection[str]
+    flow: CacheFlow, bindings: Iterable[CacheBinding], outputs: Collection[str], *, declared: bool = False
 ) -> tuple[list[CacheBinding], list[Finding]]:
-    """Hold bindings made by name against the dataflow; returns them with its evidence, and contradictions.
+    """Hold bindings made by name, or declared, against the dataflow.
+
+    Returns them with its evidence, and the contradictions.
 
     A past port that reaches its present port, and no other output as closely, is confirmed. One that
     reaches other caches only, without arithmetic on the way, contradicts its name; so does one that
@@ -96,11 +104,11 @@ def confirm(
             if one.whole and (own is None or (not own.whole and one.output in presents))
         )
         if elsewhere:
-            findings.append(_crossed(binding, binding.present, elsewhere))
+            findings.append(_crossed(binding, binding.present, elsewhere, declared=declared))
         if own is None:
             confirmed.append(binding)
             continue
-        findings += _contradictions(binding, binding.present, own)
+        findings += _contradictions(binding, binding.present, own, declared=declared)
         confirmed.append(replace(binding, because=f"{binding.because}; {_evidence(own, _closest(reached))}"))
     return confirmed, findings
 
@@ -118,16 +126,18 @@ def _evidence(own: Reached, closest: Sequence[Reached]) -> str:
     return f"dataflow confirms nothing: the graph feeds it to {listed(every)}"
 
 
-def _contradictions(binding: CacheBinding, present: Port, reached: Reached) -> list[Finding]:
-    """Refuse a cache that the operator on its way takes as something else than what it is by name."""
+def _contradictions(
+    binding: CacheBinding, present: Port, reached: Reached, *, declared: bool
+) -> list[Finding]:
+    """Refuse a cache that the operator on its way takes as something else than what it is said to be."""
     found = reached.role
     if found is None or not _contradicts(binding.role, found):
         return []
     return [
         Finding(
             "E_EVIDENCE_CONFLICT",
-            f"By name {quoted(binding.past.name)} is {binding.role.value}, {reached.through} takes it as "
-            f"{found.value}: declare which is right under model.io.",
+            f"{_SAID[declared]} {quoted(binding.past.name)} is {binding.role.value}, {reached.through} takes "
+            f"it as {found.value}: {_ADVICE[declared]}",
             (binding.past.name, present.name),
         )
     ]
@@ -139,10 +149,10 @@ def _contradicts(named: Role, found: Role) -> bool:
     return (named is Role.STATE) is not (found is Role.STATE) and named in {*SELF_KV_ROLES, Role.STATE}
 
 
-def _crossed(binding: CacheBinding, present: Port, reached: tuple[str, ...]) -> Finding:
+def _crossed(binding: CacheBinding, present: Port, reached: tuple[str, ...], *, declared: bool) -> Finding:
     return Finding(
         "E_EVIDENCE_CONFLICT",
-        f"By name {quoted(binding.past.name)} goes with {quoted(present.name)}, but the graph feeds it to "
-        f"{listed(reached)}. Declare which is right under model.io.",
+        f"{_SAID[declared]} {quoted(binding.past.name)} goes with {quoted(present.name)}, but the graph "
+        f"feeds it to {listed(reached)}. {_ADVICE[declared].capitalize()}",
         (binding.past.name, present.name, *reached),
     )

@@ -223,6 +223,13 @@ def test_a_template_is_what_names_have_in_common_but_for_the_layer(
     names: Mapping[int | None, str], template: str | None
 ) -> None:
     """The layer's own number becomes `%d`, other numbers stay; without one template nothing is written."""
-    roles = tuple(PortRole(name, "input", Role.KV_KEY, "", layer=layer) for layer, name in names.items())
-    inputs = genai_config_of(Topology(roles=roles))["model"]["decoder"]["inputs"]
-    assert inputs.get("past_key_names") == template
+    roles = tuple(
+        PortRole(name, direction, role, "", layer=layer)
+        for layer, name in names.items()
+        for direction in ("input", "output")
+        for role in (Role.KV_KEY, Role.KV_VALUE)
+    )
+    decoder = genai_config_of(Topology(roles=roles))["model"]["decoder"]
+    keys = ["past_key_names", "past_value_names", "present_key_names", "present_value_names"]
+    expected = {} if template is None else dict.fromkeys(keys, template)
+    assert decoder["inputs"] | decoder["outputs"] == expected

@@ -56,8 +56,10 @@ def save(
     """A decoder with these nodes; without `caches` its keys and values are of unknown width."""
     if caches is None:
         caches = [cache(KEY), cache(VALUE)]
+    given = {name for node in nodes for name in node.output}
+    others = [name for name in ("logits", *(present.name for _, present in caches)) if name not in given]
     graph = helper.make_graph(
-        list(nodes),
+        [*nodes, helper.make_node("Rest", [], others, domain="unknown")],
         "decoder",
         [
             info("input_ids", ["batch", "s"], TensorProto.INT64),
