@@ -26,11 +26,14 @@ from harness.events import (
     PromptJudged,
     PromptStarted,
     SessionOpened,
+    SourceJudged,
     TokenDecoded,
 )
+from harness.parity.attribution import attribute, overall_attribution
 from harness.parity.candidate import Candidate, CandidateSide, Prompt
 from harness.parity.compare import TokenComparison, compare_tokens, compare_with_itself
 from harness.parity.reference import OracleMode, Reference
+from harness.parity.source import SourceModel, SourcePlan
 from harness.parity.verdict import Verdict, exit_code_of, worst_verdict
 from harness.topology.spec import Topology
 
@@ -61,6 +64,7 @@ class CheckPlan:
         stop_ids: end-of-sequence IDs; the ID that stops is the last token of the decode.
         candidate_process: whether the candidate's sessions live in worker processes.
         strict_placement: whether a node of the candidate on the CPU makes the run invalid.
+        source: the model that the package was exported from; None where it is not at hand.
     """
 
     package: str
@@ -77,6 +81,7 @@ class CheckPlan:
     stop_ids: tuple[int, ...] = ()
     candidate_process: CandidateProcess = "in-process"
     strict_placement: bool = False
+    source: SourcePlan | None = None
 
 
 def run_check(plan: CheckPlan, emit: EventSink) -> CheckFinished:
@@ -124,13 +129,17 @@ class _Check:
             if isinstance(plan.candidate, EngineSpec)
             else plan.candidate
         )
+        self._source: SourceModel | None = None
+        self._blamed: list[str | None] = []
 
     def run(self) -> CheckFinished:
         plan = self._plan
-        # Both sides are opened before anything is said: what turns out to be bad input leaves no report.
+        # All sides are opened before anything is said: what turns out to be bad input leaves no report.
         oracle = self._open_oracle()
         failure = None
         try:
+            if plan.source is not None:
+                self._source = SourceModel(plan.source, top_k=TOP_K)
             try:
                 inventory = self._candidate.inventory
                 for prompt in plan.prompts:
@@ -153,8 +162,11 @@ class _Check:
         finally:
             oracle.close()
             self._candidate.close()
+            if self._source is not None:
+                self._source.close()
         verdict = worst_verdict(verdicts)
-        return CheckFinished(verdict=verdict, exit_code=exit_code_of(verdict))
+        blamed = overall_attribution(self._blamed)
+        return CheckFinished(verdict=verdict, exit_code=exit_code_of(verdict), attribution=blamed)
 
     def _decode(
         self, index: int, prompt: Prompt, oracle: Reference, failure: EngineFailedError | None
@@ -194,8 +206,12 @@ class _Check:
                 oracle_mode=plan.oracle_mode,
                 prompts=len(plan.prompts),
                 candidate_process=plan.candidate_process,
+                source=None if plan.source is None else plan.source.spec.name,
+                source_path=None if plan.source is None else str(plan.source.folder),
             )
         )
+        if self._source is not None:
+            self._emit(_opened_event("source", self._source.info, self._source.seconds))
         self._emit(_opened_event("oracle", oracle.info, oracle.seconds, oracle.proof))
         if opened:
             candidate = self._candidate
@@ -208,16 +224,33 @@ class _Check:
             return _failed(index, facts, trace.seconds)
         progress = self._progress(index, "oracle")
         try:
-            reference = oracle.verify(trace.prompt_ids, trace.token_ids, extra=prompt.extra, on_step=progress)
+            own = self._ask_source(index, trace)
+            rivals = () if own is None else [step.argmax for step in own.steps]
+            reference = oracle.verify(
+                trace.prompt_ids, trace.token_ids, rivals=rivals, extra=prompt.extra, on_step=progress
+            )
+            compared = None if own is None or self._source is None else self._source.compare(own, reference)
         except InvalidRunError as error:
             where = f"Prompt {index + 1}: {error.message}"
             raise InvalidRunError(where, next_action=error.next_action) from error
         found = compare_tokens(trace, reference.trace, bands=reference.bands, undecided=reference.undecided)
         if facts is None and found.first_divergence is not None:
             found, facts = self._repeat(prompt, trace, found)
+        verdicts = [found.verdict if facts is None else Verdict(facts.kind)]
+        source = None
+        if compared is not None:
+            verdicts.append(compared.verdict)
+            source = SourceJudged(
+                verdict=compared.verdict,
+                source_forced_ids=compared.source_ids,
+                first_divergence=compared.first_divergence,
+                attribution=attribute(found, compared),
+                seconds=compared.seconds,
+            )
+            self._blamed.append(source.attribution)
         return PromptJudged(
             index=index,
-            verdict=found.verdict if facts is None else Verdict(facts.kind),
+            verdict=worst_verdict(verdicts),
             candidate_ids=trace.token_ids,
             oracle_ids=found.oracle_ids,
             oracle_forced_ids=found.oracle_forced_ids,
@@ -228,7 +261,16 @@ class _Check:
             oracle_mode=reference.mode,
             first_divergence=found.first_divergence,
             failure=facts,
+            source=source,
         )
+
+    def _ask_source(self, index: int, trace: Trace) -> Trace | None:
+        """What the source says of the candidate's tokens; None where there is none."""
+        if self._source is None:
+            return None
+        own = self._source.along(trace.prompt_ids, trace.token_ids)
+        self._progress(index, "source")(len(own.token_ids) - 1, own.token_ids[-1])
+        return own
 
     def _repeat(
         self, prompt: Prompt, trace: Trace, found: TokenComparison

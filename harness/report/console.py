@@ -76,6 +76,8 @@ class ProgressReporter:
             case CheckStarted():
                 self._prompts = event.prompts
                 self._names = {"candidate": event.candidate, "oracle": event.oracle}
+                if event.source is not None:
+                    self._names["source"] = event.source
                 self._progress.start()
             case SessionOpened():
                 self._say(f"{event.role} {event.engine} {event.version} loaded in {event.seconds:.1f} s")
@@ -120,6 +122,10 @@ def render_report(document: Mapping[str, Any], *, token_text: TokenText | None =
     for number, prompt in enumerate(document["prompts"], 1):
         if prompt["first_divergence"] is not None:
             parts += [Text(), _divergence(number, prompt, token_text)]
+    for number, witnessed in enumerate((document["source"] or {}).get("prompts", ()), 1):
+        if witnessed is not None and witnessed["first_divergence"] is not None:
+            before = document["prompts"][number - 1]["candidate_ids"]
+            parts += [Text(), _source_divergence(number, witnessed["first_divergence"], before, token_text)]
     failure = (document["candidate"] or {}).get("failure")
     if failure is not None:
         where = "" if failure["step"] is None else f" at step {failure['step']}"
@@ -128,6 +134,8 @@ def render_report(document: Mapping[str, Any], *, token_text: TokenText | None =
         parts += [Text(f"  | {_visible(line)}", style="dim") for line in written]
     if document["verdict"] is not None:
         parts += [Text(), Text(f"verdict: {document['verdict']}", style=_style(document["verdict"]))]
+    if document["attribution"] is not None:
+        parts.append(Text(f"attribution: {document['attribution']}", style="bold"))
     return Group(*parts)
 
 
@@ -145,6 +153,8 @@ def _head(document: Mapping[str, Any]) -> Table:
     )
     for role in ("candidate", "oracle"):
         grid.add_row(role, Text(_engine(document[role]), overflow="fold"))
+    if document["source"] is not None:
+        grid.add_row("source", Text(_engine(document["source"]), overflow="fold"))
     proof = document["oracle"]["proof"]
     if proof is not None:
         grid.add_row("proof", Text(_proof(proof), overflow="fold"))
@@ -234,6 +244,19 @@ def _divergence(number: int, prompt: Mapping[str, Any], token_text: TokenText | 
         Text(f"  {found['evidence']}"),
     ]
     return Group(*lines)
+
+
+def _source_divergence(
+    number: int, found: Mapping[str, Any], ids: list[int], token_text: TokenText | None
+) -> Group:
+    title = f"prompt {number}: source model and graph differ at generated token {found['index']}:"
+    return Group(
+        Text(title, style="bold"),
+        Text(f"  after     {_tail(ids[: found['index']], token_text)}"),
+        Text(f"  source    {_choices(found['source_top'], token_text)}"),
+        Text(f"  oracle    {_choices(found['oracle_top'], token_text)}"),
+        Text(f"  {found['evidence']}"),
+    )
 
 
 def _tail(ids: list[int], token_text: TokenText | None) -> str:

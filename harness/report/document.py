@@ -20,6 +20,8 @@ from harness.events import (
     PromptJudged,
     PromptStarted,
     SessionOpened,
+    SourceDivergence,
+    SourceJudged,
 )
 
 __all__ = ["SCHEMA", "ParityDocument", "token_sha256"]
@@ -47,6 +49,7 @@ class ParityDocument:
         self._compared: tuple[str, ...] = ("tokens",)
         self._seed = 0
         self._prompts: dict[int, dict[str, Any]] = {}
+        self._witnessed: dict[int, dict[str, Any] | None] = {}
         self._started: dict[int, PromptStarted] = {}
         self._failure: dict[str, Any] | None = None
         self._finished: CheckFinished | None = None
@@ -77,11 +80,11 @@ class ParityDocument:
             "interrupted": end.interrupted if end else True,
             "seed": self._seed,
             "compared": list(self._compared),
-            "attribution": None,
+            "attribution": end.attribution if end else None,
             "model": self._model,
             "candidate": self._candidate(),
             "oracle": self._sides.get("oracle"),
-            "source": None,
+            "source": self._source(),
             "prompts": [self._prompts[i] for i in sorted(self._prompts)],
         }
 
@@ -112,12 +115,22 @@ class ParityDocument:
             "mode": event.oracle_mode,
             "proof": None,
         }
+        if event.source is not None:
+            self._sides["source"] = {
+                "engine": event.source,
+                "path": event.source_path,
+                "version": None,
+                "settings": {},
+                "precision": None,
+            }
 
     def _open(self, event: SessionOpened) -> None:
         side = self._sides[event.role]
         side.update(version=event.version, settings=dict(event.settings))
         if event.role == "candidate":
             side.update(placement=_plain(event.placement), mode=event.mode)
+        elif event.role == "source":
+            side.update(precision=event.settings.get("precision"))
         else:
             side.update(precision=event.settings.get("precision"), proof=_plain(event.proof))
 
@@ -134,6 +147,7 @@ class ParityDocument:
                 "limit": f.limit,
                 "stderr_tail": f.stderr_tail,
             }
+        self._witnessed[event.index] = _witnessed(event.source)
         if event.oracle_mode is not None:
             self._sides["oracle"]["mode"] = event.oracle_mode
         tokens = len(event.candidate_ids)
@@ -158,6 +172,11 @@ class ParityDocument:
             },
         }
 
+    def _source(self) -> dict[str, Any] | None:
+        side = self._sides.get("source")
+        prompts = [self._witnessed[i] for i in sorted(self._witnessed)]
+        return None if side is None else {**side, "prompts": prompts}
+
     def _candidate(self) -> dict[str, Any] | None:
         side = self._sides.get("candidate")
         return None if side is None else {**side, "failure": self._failure}
@@ -175,6 +194,35 @@ def _divergence(found: FirstDivergence | None) -> dict[str, Any] | None:
         "oracle_top": _pairs(found.oracle_top),
         "candidate_top": _pairs(found.candidate_top),
         "cause": found.cause,
+        "evidence": found.evidence,
+    }
+
+
+def _witnessed(source: SourceJudged | None) -> dict[str, Any] | None:
+    """What the source says of a prompt; None where nothing was decoded that it could speak of."""
+    if source is None:
+        return None
+    return {
+        "verdict": source.verdict,
+        "attribution": source.attribution,
+        "source_forced_ids": list(source.source_forced_ids),
+        "source_sha256": token_sha256(source.source_forced_ids),
+        "first_divergence": _source_divergence(source.first_divergence),
+        "timing": {"source_s": source.seconds},
+    }
+
+
+def _source_divergence(found: SourceDivergence | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "index": found.index,
+        "source_token": found.source_token,
+        "oracle_token": found.oracle_token,
+        "gap": _finite(found.gap),
+        "noise_band": found.noise_band,
+        "source_top": _pairs(found.source_top),
+        "oracle_top": _pairs(found.oracle_top),
         "evidence": found.evidence,
     }
 
