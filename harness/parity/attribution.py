@@ -50,11 +50,13 @@ class SourceComparison:
             own.
         first_divergence: where they differ first by more than rounding may, else where they differ first;
             None where they do not.
+        seconds: wall-clock time of all that the source ran.
     """
 
     verdict: Verdict
     source_ids: tuple[int, ...]
     first_divergence: SourceDivergence | None
+    seconds: float = 0.0
 
 
 def compare_with_source(oracle: Trace, source: Trace, *, bands: Sequence[float] = ()) -> SourceComparison:
@@ -88,10 +90,10 @@ def compare_with_source(oracle: Trace, source: Trace, *, bands: Sequence[float] 
     parted = next(iter(decided or differing), None)
     verdict = Verdict.DIVERGENT if decided else Verdict.INCONCLUSIVE if differing else Verdict.IDENTICAL
     if parted is None:
-        return SourceComparison(verdict, chosen, None)
+        return SourceComparison(verdict, chosen, None, source.seconds)
     band = bands[parted] if bands else None
     found = _describe(parted, oracle.steps[parted], source.steps[parted], gap=gaps[parted], band=band)
-    return SourceComparison(verdict, chosen, found)
+    return SourceComparison(verdict, chosen, found, source.seconds)
 
 
 def attribute(candidate: TokenComparison, source: SourceComparison) -> Attribution | None:
@@ -120,7 +122,7 @@ def attribute(candidate: TokenComparison, source: SourceComparison) -> Attributi
     return Attribution.RUNTIME if confirmed else Attribution.UNKNOWN
 
 
-def overall_attribution(found: Iterable[Attribution | None]) -> Attribution | None:
+def overall_attribution(found: Iterable[str | None]) -> Attribution | None:
     """That of several prompts: the first in order of precedence; None where no prompt has any."""
     blamed = set(found)
     return next((each for each in Attribution if each in blamed), None)
