@@ -20,10 +20,13 @@ __all__ = ["app", "run"]
 
 _VERBS = {
     "check": "decode on a candidate engine and compare with the oracle, token by token",
+    "conform": "try properties that an engine must have on any package, whatever the weights",
     "derive": "derive the I/O topology of a package, a graph or a port inventory",
     "engines": "list engines: what is installed, usable, and why not",
     "fetch": "fetch real weights into the user's cache",
     "ports": "list the ports of a graph",
+    "record": "decode on an engine and keep what a check needs in a trace",
+    "verify": "check a recorded trace against the oracle, without the engine",
 }
 
 

@@ -25,7 +25,7 @@ from harness.events import (
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-__all__ = ["ProgressReporter", "render_report"]
+__all__ = ["ProgressReporter", "engine_text", "model_text", "render_report"]
 
 TokenText = Callable[[int], str]
 """Text of one token ID, for people only."""
@@ -146,15 +146,15 @@ def _tokens(count: int) -> str:
 def _head(document: Mapping[str, Any]) -> Table:
     model, topology = document["model"], document["model"]["topology"]
     grid = Table.grid(padding=(0, 2))
-    grid.add_row("model", Text(f"{_short(model['path'])}  sha256 {model['sha256'][:12]}", overflow="fold"))
+    grid.add_row("model", Text(model_text(model), overflow="fold"))
     grid.add_row(
         "topology",
         f"{topology['outcome']}: {topology['kv_inputs']} KV inputs, {topology['state_pairs']} state pairs",
     )
     for role in ("candidate", "oracle"):
-        grid.add_row(role, Text(_engine(document[role]), overflow="fold"))
+        grid.add_row(role, Text(engine_text(document[role]), overflow="fold"))
     if document["source"] is not None:
-        grid.add_row("source", Text(_engine(document["source"]), overflow="fold"))
+        grid.add_row("source", Text(engine_text(document["source"]), overflow="fold"))
     proof = document["oracle"]["proof"]
     if proof is not None:
         grid.add_row("proof", Text(_proof(proof), overflow="fold"))
@@ -185,7 +185,13 @@ def _short(path: str) -> str:
     return path if len(parts) < 3 else str(Path("...", *parts[-2:]))
 
 
-def _engine(side: Mapping[str, Any]) -> str:
+def model_text(model: Mapping[str, Any]) -> str:
+    """The model of a report on one line."""
+    return f"{_short(model['path'])}  sha256 {model['sha256'][:12]}"
+
+
+def engine_text(side: Mapping[str, Any]) -> str:
+    """The engine of a report on one line: its version, settings and placement."""
     settings = [f"{key}={value}" for key, value in side["settings"].items()]
     parts = [f"{side['engine']} {side['version'] or ''}".strip(), *settings]
     if side.get("placement"):

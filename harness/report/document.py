@@ -7,9 +7,8 @@ document is `reports/schemas/parity-1.schema.json`.
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from harness.events import (
@@ -23,6 +22,7 @@ from harness.events import (
     SourceDivergence,
     SourceJudged,
 )
+from harness.report.plain import finite, plain
 
 __all__ = ["SCHEMA", "ParityDocument", "token_sha256"]
 
@@ -128,11 +128,11 @@ class ParityDocument:
         side = self._sides[event.role]
         side.update(version=event.version, settings=dict(event.settings))
         if event.role == "candidate":
-            side.update(placement=_plain(event.placement), mode=event.mode)
+            side.update(placement=plain(event.placement), mode=event.mode)
         elif event.role == "source":
             side.update(precision=event.settings.get("precision"))
         else:
-            side.update(precision=event.settings.get("precision"), proof=_plain(event.proof))
+            side.update(precision=event.settings.get("precision"), proof=plain(event.proof))
 
     def _judge(self, event: PromptJudged) -> None:
         start = self._started[event.index]
@@ -161,7 +161,7 @@ class ParityDocument:
             "candidate_sha256": token_sha256(event.candidate_ids),
             "oracle_sha256": token_sha256(event.oracle_ids),
             "verdict": event.verdict,
-            "min_margin": _finite(event.min_margin),
+            "min_margin": finite(event.min_margin),
             "undecided": list(event.undecided),
             "first_divergence": _divergence(event.first_divergence),
             "timing": {
@@ -189,7 +189,7 @@ def _divergence(found: FirstDivergence | None) -> dict[str, Any] | None:
         "index": found.index,
         "candidate_token": found.candidate_token,
         "oracle_token": found.oracle_token,
-        "oracle_margin": _finite(found.oracle_margin),
+        "oracle_margin": finite(found.oracle_margin),
         "noise_band": found.noise_band,
         "oracle_top": _pairs(found.oracle_top),
         "candidate_top": _pairs(found.candidate_top),
@@ -219,7 +219,7 @@ def _source_divergence(found: SourceDivergence | None) -> dict[str, Any] | None:
         "index": found.index,
         "source_token": found.source_token,
         "oracle_token": found.oracle_token,
-        "gap": _finite(found.gap),
+        "gap": finite(found.gap),
         "noise_band": found.noise_band,
         "source_top": _pairs(found.source_top),
         "oracle_top": _pairs(found.oracle_top),
@@ -228,21 +228,8 @@ def _source_divergence(found: SourceDivergence | None) -> dict[str, Any] | None:
 
 
 def _pairs(top: Sequence[tuple[int, float]]) -> list[list[int | float | None]]:
-    return [[token, _finite(logit)] for token, logit in top]
+    return [[token, finite(logit)] for token, logit in top]
 
 
 def _rate(tokens: int, seconds: float) -> float | None:
     return tokens / seconds if seconds > 0 else None
-
-
-def _finite(value: float | None) -> float | None:
-    # JSON has no NaN or infinity; a logit that is either is null, and the evidence says so in words.
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from harness.errors import InputError
-from harness.events import CheckFinished, CheckStarted, Event, PromptJudged
-from harness.report.document import ParityDocument
+from harness.events import CheckFinished, CheckStarted, PromptJudged
 from harness.report.replacing import replacing
 
-__all__ = ["ReportWriter", "write_json_atomically"]
+__all__ = ["Document", "ReportWriter", "write_json_atomically"]
+
+
+class Document(Protocol):
+    """A report of what has happened so far."""
+
+    def mapping(self) -> Mapping[str, Any]:
+        """It as plain data."""
 
 
 def write_json_atomically(path: Path, document: Mapping[str, Any]) -> None:
@@ -29,45 +35,57 @@ def write_json_atomically(path: Path, document: Mapping[str, Any]) -> None:
 
 
 class ReportWriter:
-    """An event sink that keeps `parity.json` in the report folder up to date, prompt by prompt.
+    """An event sink that keeps a report up to date in its folder: that of a check prompt by prompt.
 
     The folder is made when the check starts decoding, not before.
     """
 
-    def __init__(self, folder: Path, document: ParityDocument, *, fresh: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        document: Document,
+        *,
+        fresh: bool = False,
+        name: str = "parity.json",
+        events: tuple[type, ...] = (CheckStarted, PromptJudged, CheckFinished),
+    ) -> None:
         """Write into `folder`.
 
         Args:
-            folder: where `parity.json` goes; made with its parents.
+            folder: where the report goes; made with its parents.
             document: must receive each event before this sink does.
             fresh: take a folder that nobody else has: where `folder` exists, one with a number behind
                 its name.
+            name: of the file.
+            events: at which kinds of event to write; the first kind begins the report.
         """
         self._folder = folder
         self._document = document
         self._fresh = fresh
+        self._name = name
+        self._events = events
         self._begun = False
 
     @property
     def path(self) -> Path | None:
         """The report, None as long as nothing has been written."""
-        return self._folder / "parity.json" if self._begun else None
+        return self._folder / self._name if self._begun else None
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: object) -> None:
         """Write where the event changes what a reader wants to know.
 
         Raises:
             InputError: the report folder cannot be made or written.
         """
-        if not (isinstance(event, CheckStarted) or self._begun):
+        if not (isinstance(event, self._events[0]) or self._begun):
             return
-        if isinstance(event, CheckStarted | PromptJudged | CheckFinished):
+        if isinstance(event, self._events):
             try:
                 if not self._begun and self._fresh:
                     self._folder = _new_folder(self._folder)
                 self._begun = True
                 self._folder.mkdir(parents=True, exist_ok=True)
-                write_json_atomically(self._folder / "parity.json", self._document.mapping())
+                write_json_atomically(self._folder / self._name, self._document.mapping())
             except OSError as error:
                 raise InputError(
                     f"{self._folder}: the report cannot be written: {error.strerror or error}.",

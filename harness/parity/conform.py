@@ -1,0 +1,193 @@
+"""Try every relation on one engine and one package, and say what holds.
+
+Everything that happens is emitted as events; the return value only closes the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from harness.engines.placement import require_off_cpu
+from harness.engines.registry import EngineSpec
+from harness.errors import EngineFailedError, InvalidRunError, ParityError
+from harness.events import FailureFacts
+from harness.parity.relations.band import BAND_FACTOR, NoOracle, Oracle, Yardstick
+from harness.parity.relations.base import Relation
+from harness.parity.relations.catalogue import RELATIONS
+from harness.parity.relations.judging import Judged, RelationOutcome, exit_code_of, judge
+from harness.parity.relations.laboratory import Laboratory, Subject
+from harness.parity.verdict import first_exit_code
+from harness.relation_events import (
+    BandsMeasured,
+    FirstDifference,
+    ReferenceDecoded,
+    RelationJudged,
+    RelationsFinished,
+    RelationSink,
+    RelationsStarted,
+    RelationStarted,
+)
+
+__all__ = ["CONFORMANT", "ConformPlan", "run_conform"]
+
+CONFORMANT = "conformant"
+"""The verdict where no relation is broken, and each that applies was judged."""
+
+_INTERRUPTED = 130
+_NO_ORACLE = "Without --rounding model there is no band to judge by."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConformPlan:
+    """Relations to try, with inputs that are all known to be valid.
+
+    Attributes:
+        package: what the user named.
+        model_name: how reports name the graph.
+        model_sha256: as `harness.package.model_sha256`.
+        topology_outcome: `derived` or `declared`.
+        engine: the engine under test.
+        process: where its sessions live, as in `harness.relation_events.RelationsStarted`.
+        subject: what is decoded.
+        text: of the prompt; None for one given as token IDs.
+        oracle: measures how far rounding reaches; None to report differences without a judgement.
+        relations: those to try, in order.
+        strict_placement: whether a node on the CPU makes the run invalid.
+    """
+
+    package: str
+    model_name: str
+    model_sha256: str
+    topology_outcome: str
+    engine: EngineSpec
+    process: str
+    subject: Subject
+    text: str | None = None
+    oracle: EngineSpec | None = None
+    relations: Sequence[Relation] = RELATIONS
+    strict_placement: bool = False
+
+
+def run_conform(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:
+    """Try the relations and emit what happens; the last event is also returned.
+
+    A failing engine is an outcome, an error of ours or an interruption ends the stream with what was done so
+    far. Only defects of this project and failing sinks raise.
+    """
+    try:
+        end = _run(plan, emit)
+    except EngineFailedError as error:
+        end = RelationsFinished(error.kind, error.exit_code, failure=_facts(error))
+    except ParityError as error:
+        end = RelationsFinished(
+            "invalid-run" if isinstance(error, InvalidRunError) else None,
+            error.exit_code,
+            error={"message": error.message, "next": error.next_action},
+        )
+    except KeyboardInterrupt:
+        end = RelationsFinished(None, _INTERRUPTED, error=_INTERRUPTION, interrupted=True)
+    emit(end)
+    return end
+
+
+_INTERRUPTION = {
+    "message": "The relations were interrupted; the report holds what was judged before.",
+    "next": "Run it again to try all of them.",
+}
+
+
+def _run(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:
+    lab = Laboratory(plan.engine, plan.subject)
+    try:
+        reference = _decode_reference(plan, lab)
+    except (EngineFailedError, InvalidRunError):
+        emit(_start(plan))  # both are findings; anything else is bad input, and leaves no report
+        raise
+    emit(_start(plan))
+    emit(reference)
+    yardstick: Yardstick = NoOracle(_NO_ORACLE)
+    if plan.oracle is not None:
+        yardstick = Oracle(plan.oracle, plan.subject, lambda: lab.tokens)
+    outcomes: list[RelationOutcome] = []
+    for relation in plan.relations:
+        emit(RelationStarted(relation.name))
+        judged = judge(relation, lab, yardstick)
+        outcomes.append(judged.outcome)
+        emit(_event(relation, judged))
+    if plan.oracle is not None and isinstance(yardstick, Oracle) and yardstick.was_asked:
+        bands = yardstick.bands()
+        spreads = {} if bands is None else bands.spreads
+        emit(BandsMeasured(plan.oracle.name, BAND_FACTOR, spreads, yardstick.reason))
+    worst = min(outcomes, key=list(RelationOutcome).index)
+    code = first_exit_code(map(exit_code_of, outcomes))
+    return RelationsFinished(worst.value if code else CONFORMANT, code)
+
+
+def _start(plan: ConformPlan) -> RelationsStarted:
+    subject, topology = plan.subject, plan.subject.topology
+    return RelationsStarted(
+        package=plan.package,
+        model_path=plan.model_name,
+        model_sha256=plan.model_sha256,
+        topology_outcome=plan.topology_outcome,
+        kv_inputs=len(topology.kv_inputs),
+        state_pairs=len(topology.state_pairs),
+        engine=plan.engine.name,
+        process=plan.process,
+        text=plan.text,
+        prompt_ids=subject.prompt,
+        max_new_tokens=subject.steps,
+        relations=tuple(relation.name for relation in plan.relations),
+        seed=subject.seed,
+    )
+
+
+def _decode_reference(plan: ConformPlan, lab: Laboratory) -> ReferenceDecoded:
+    """The decode that all relations stand against.
+
+    Raises:
+        EngineFailedError: the engine failed.
+        InvalidRunError: its logits are not finite, so that what equals them proves nothing; or a node ran
+            where none may.
+    """
+    import numpy as np
+
+    for step, moment in lab.reference.items():
+        if not np.isfinite(moment.logits.astype(np.float64)).any() or np.isnan(moment.logits).any():
+            raise InvalidRunError(
+                f"{lab.spec.name}: the logits hold NaN, or nothing finite, at step {step}: that two decodes "
+                "agree on them proves nothing.",
+                next_action="See `onnx-parity check`, which says where they begin.",
+            )
+    info = lab.info
+    if plan.strict_placement:
+        require_off_cpu(info)
+    return ReferenceDecoded(info.version, info.settings, info.placement, info.mode, lab.tokens)
+
+
+def _event(relation: Relation, judged: Judged) -> RelationJudged:
+    found = judged.comparison
+    first = None if found is None else found.first
+    return RelationJudged(
+        name=relation.name,
+        statement=relation.statement,
+        outcome=judged.outcome.value,
+        reason=judged.reason,
+        case=judged.case,
+        must=None if judged.bitwise is None else "bitwise" if judged.bitwise else "band",
+        cases=judged.cases,
+        tokens=0 if found is None else found.tokens,
+        states=0 if found is None else found.states,
+        tokens_part_at=None if found is None else found.tokens_part_at,
+        first=None if first is None else FirstDifference(**asdict(first)),
+        port=judged.furthest,
+        size=None if found is None or judged.furthest is None else found.largest[judged.furthest],
+        band=judged.band,
+        seconds=judged.seconds,
+        failure=None if judged.failure is None else _facts(judged.failure),
+    )
+
+
+def _facts(error: EngineFailedError) -> FailureFacts:
+    return FailureFacts(error.kind, error.message, error.step, **asdict(error.details))

@@ -1,0 +1,1 @@
+"""Properties that every engine must have on any package, whatever the weights; one module a kind."""

@@ -1,0 +1,110 @@
+"""What a decode showed: at each step the token, the logits behind it, and at two steps every state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from harness.decode.plan import FeedPlan
+from harness.decode.stepping import Decoding
+from harness.engines.base import Session, TensorHandle
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Follower", "Moment", "Observation", "Script"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What one step showed.
+
+    Attributes:
+        token: the greedy choice, as the engine's own reduction of the logits has it.
+        logits: at the last position, [vocab], in the engine's dtype.
+        states: every output that is fed back, by port; empty at steps where states are not kept.
+    """
+
+    token: int
+    logits: NDArray[Any]
+    states: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+
+Observation: TypeAlias = Mapping[int, Moment]
+"""What a decode showed, by step: step 0 has seen the prompt, step i also the first i tokens after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What is decoded.
+
+    Attributes:
+        prompt: token IDs, at least one.
+        steps: tokens to choose, at least one; the last is never fed.
+        tokens: which are fed after the prompt, `steps` of them; None for those that the engine chooses.
+    """
+
+    prompt: tuple[int, ...]
+    steps: int
+    tokens: tuple[int, ...] | None = None
+
+    @property
+    def room(self) -> int:
+        """How many tokens are fed."""
+        return len(self.prompt) + self.steps - 1
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return self.steps - 1
+
+
+class Follower:
+    """A decode along a script that keeps what it sees: states after the prompt and at the last step."""
+
+    def __init__(self, session: Session, plan: FeedPlan, script: Script) -> None:
+        """Nothing runs yet."""
+        self._session = session
+        self._plan = plan
+        self._script = script
+        self._seen: dict[int, Moment] = {}
+        self.decoding = Decoding(session, plan, room=script.room)
+
+    @property
+    def seen(self) -> Observation:
+        """What has been seen so far."""
+        return self._seen
+
+    def begin(self, chunks: Sequence[Sequence[int]] | None = None) -> None:
+        """Feed the prompt: in one call, or in `chunks`, which make it up in their order."""
+        for chunk in chunks or (self._script.prompt,):
+            outputs = self.decoding.feed(chunk)
+        self._seen[0] = self.look(outputs, 0)
+
+    def step(self, step: int) -> None:
+        """Feed the token that is followed at `step`, from 1."""
+        given = self._script.tokens
+        token = self._seen[step - 1].token if given is None else given[step - 1]
+        self._seen[step] = self.look(self.decoding.feed((token,)), step)
+
+    def rest(self, first: int = 1) -> Observation:
+        """Feed all tokens from step `first` on, and say what has been seen."""
+        for step in range(first, self._script.steps):
+            self.step(step)
+        return self._seen
+
+    def whole(self) -> Observation:
+        """The decode from its beginning to its end."""
+        self.begin()
+        return self.rest()
+
+    def look(self, outputs: Mapping[str, TensorHandle], step: int) -> Moment:
+        """What the outputs of a call show."""
+        session, plan = self._session, self._plan
+        logits = outputs[plan.logits]
+        (top,) = session.top_logits(logits, k=1, positions=(-1,))
+        array = session.copy_out(logits)
+        keeps = step in (0, self._script.last)
+        states = {name: session.copy_out(outputs[name]) for name in plan.carried} if keeps else {}
+        return Moment(top.argmax, array[0] if array.ndim == 2 else array[0, -1], states)
