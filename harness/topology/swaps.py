@@ -123,7 +123,7 @@ class SwapTable:
         found: dict[str, tuple[WordSwap, Convention, _Tokens]] = {}
         for swap, convention in self._swaps:
             rest = without(said, swap.past)
-            presents = self._by_rest.get((swap.present, rest), ())
+            presents = self._by_rest.get((swap.present, rest))
             if presents:
                 lower = tuple(map(_lower, rest))
                 for present in presents:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.ports import Port, PortInventory
-from harness.topology.interface import _OTHER_SCORES, _PART_WORDS, _RULES, _NameRule
+from harness.topology.interface import _OTHER_SCORES, _PART_WORDS, _RULES, _NameRule, words
 from harness.topology.resolve import resolve
 from harness.topology.spec import Derivation, Refusal, Role, Topology
 
@@ -325,6 +325,18 @@ def test_logits_of_another_rank_make_the_only_other_output_doubtful(shape: tuple
     """The name says that they are the logits, and the rank that nobody knows how to read them."""
     found = no_logits(scores("base", 1000), Port("medusa_logits", "float32", shape))
     assert set(found.ports) == {"base", "medusa_logits"}
+
+
+@pytest.mark.parametrize("port", [Port("count", "int64", ("b",)), Port("losses", "float32", ("b",))])
+def test_what_cannot_be_logits_and_has_no_such_name_leaves_no_doubt(port: Port) -> None:
+    """Only a name that says logits makes an output of another kind a rival."""
+    assert topology([TOKENS], [scores("base", 1000), port]).logits_output == "base"
+
+
+def test_the_case_of_ascii_letters_does_not_count_and_that_of_others_does() -> None:
+    """The sign of kelvin is k in lower case, and another letter."""
+    assert words("Input_IDS.0") == {"input", "ids"}
+    assert words("past_\u212a") == {"past", "\u212a"}
 
 
 @pytest.mark.parametrize("shape", [("b", "s"), (3, "b", "s"), (1, 2, "s")])

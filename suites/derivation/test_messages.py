@@ -63,6 +63,12 @@ def without(*names: str) -> PortInventory:
     )
 
 
+def beside(*outputs: Port) -> PortInventory:
+    """One layer of attention with these outputs in the place of the logits."""
+    ports = without("logits")
+    return PortInventory(ports.inputs, (*ports.outputs, *outputs))
+
+
 def changed(name: str, **what: Any) -> PortInventory:
     """One layer of each kind of the hybrid, of which one port is changed."""
     ports = hybrid_27b(layers=4)
@@ -142,6 +148,16 @@ REFUSALS: Mapping[str, Callable[[], Derivation]] = {
             dense_06b(layers=1).inputs,
             (*without("logits").outputs, *floats("a"), Port("b", "float16", None)),
         )
+    ),
+    "rival of the logits": asked(beside(*floats("lm_logits", "b", shape=("b", "s", 9)))),
+    "other scores": asked(beside(*floats("router_logits"))),
+    "one score": asked(beside(*floats("lm_logits", shape=("b", "s", 1)))),
+    "one number a token": asked(beside(*floats("lm_logits", shape=("b", "s")))),
+    "logits of a width that is not known": asked(beside(*floats("a", shape=("b", "s", "d")))),
+    "part of the network for logits": asked(beside(*floats("predictor_out", shape=("b", "s", 9)))),
+    "as wide as heads": asked(beside(*floats("a", shape=("b", "s", 512)))),
+    "logits of another rank beside another": asked(
+        beside(*floats("a", shape=("b", "s", 9)), *floats("b_logits", shape=(9,)))
     ),
     "no cache": asked(
         PortInventory((Port("input_ids", "int64", ("b", "s")),), (Port("logits", "float32", ("b", "s", 9)),))

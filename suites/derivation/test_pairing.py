@@ -240,6 +240,20 @@ def test_names_that_separators_alone_tell_apart_are_one_dispute() -> None:
     assert "`h.0`, `h_0` could each be paired with each of `h.0.out`, `h_0_out`, `h_0.out`" in found.message
 
 
+@pytest.mark.parametrize("separators", [".", "._", "._/"])
+def test_each_past_with_presents_of_its_own_is_a_dispute_of_its_own(separators: str) -> None:
+    """Two, three or four outputs with the words of each input: nothing is bound, and no layers are mixed."""
+    pasts = [f"shift_{layer}_in" for layer in (0, 1)]
+    presents = [[f"shift{by}{layer}{by}out" for by in (*separators, " ")] for layer in (0, 1)]
+    found = refusal(
+        [Port(name, "float32", STATE) for name in pasts],
+        [Port(name, "float32", STATE) for layer in presents for name in layer],
+    )
+    assert (found.code, found.also) == ("E_AMBIGUOUS_STATE_PAIRING", ())
+    assert found.ports == (pasts[0], *presents[0], pasts[1], *presents[1])
+    assert found.message.startswith("`shift_0_in` could be paired with each of `shift.0.out`, ")
+
+
 def test_keys_under_no_pattern_for_them_are_not_taken_for_a_state() -> None:
     """A fixed shape fits both, and zeros for keys would be wrong; a word for a state settles it."""
     found = refusal([Port("past_k_3", "float32", STATE)], [Port("present_k_3", "float32", STATE)])

@@ -659,3 +659,15 @@ def test_what_goes_into_its_own_output_is_settled_whatever_is_computed_from_it(t
     topology = derive(path).topology
     assert topology is not None
     assert topology.kv_outputs == ("present.0.key", "cat_1")
+
+
+def test_a_copy_in_an_output_that_is_something_else_settles_against_nothing(tmp_path: Path) -> None:
+    """What is declared to be no cache takes none: the only output left is the present."""
+    past = "past_key_values_0.0"
+    nodes = [*concat(past, "cat_1"), helper.make_node("Identity", [past], ["copy"])]
+    path = model(tmp_path / "m.onnx", nodes, {past: GROWING}, {"cat_1": GROWN, "copy": GROWING})
+    topology = resolve(
+        read_ports(path), flow=read_cache_flow(path), declared={"hidden_output": "copy"}
+    ).topology
+    assert topology is not None
+    assert topology.kv_outputs == ("cat_1",)
