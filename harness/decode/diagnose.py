@@ -13,11 +13,16 @@ __all__ = ["first_non_finite"]
 
 
 def first_non_finite(
-    session: Session, topology: Topology, token_ids: Sequence[int], *, extra: ExtraFeeds | None = None
+    session: Session,
+    topology: Topology,
+    token_ids: Sequence[int],
+    *,
+    extra: ExtraFeeds | None = None,
+    output: str | None = None,
 ) -> str | None:
-    """Operator and node that first made logits infinite or NaN, in one pass over `token_ids`.
+    """Operator and node that first made an output infinite or NaN, in one pass over `token_ids`.
 
-    None where the session cannot tell, where one pass fails, or where its logits are finite: those of
+    None where the session cannot tell, where one pass fails, or where that output is finite: those of
     single steps may differ.
 
     Args:
@@ -25,6 +30,7 @@ def first_non_finite(
         topology: the role of every port.
         token_ids: at least one.
         extra: values of inputs that the loop has none for.
+        output: which one; the logits by default.
 
     Raises:
         NotDrivableError: the loop cannot feed this graph.
@@ -36,6 +42,6 @@ def first_non_finite(
         return None
     feeds = plan.first_call(session, token_ids)
     try:
-        return session.first_non_finite(feeds, (plan.logits,))
+        return session.first_non_finite(feeds, (output or plan.logits,))
     except EngineFailedError:
         return None

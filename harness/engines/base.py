@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Availability",
+    "BatchingSession",
     "DiagnosingSession",
     "Engine",
     "EngineOption",
@@ -29,6 +30,7 @@ __all__ = [
     "SessionInfo",
     "TensorHandle",
     "TopLogits",
+    "WatchingSession",
 ]
 
 OptionValue: TypeAlias = bool | int | str
@@ -149,6 +151,34 @@ class ProvingSession(Protocol):
         `reason` says why nothing could. `entries` has a mapping for each kind of product, with `operator`,
         `node`, `max_error`, `bound` and `passed`.
         """
+
+
+@runtime_checkable
+class BatchingSession(Protocol):
+    """A session that can run several sequences as rows of one batch. An optional part of a session."""
+
+    def stacked(self, parts: Sequence[TensorHandle], axis: int) -> TensorHandle:
+        """One tensor of several that have extent 1 along `axis`, in order. What is equal may be shared."""
+
+    def top_logits_of_rows(
+        self, logits: TensorHandle, *, k: int, places: Sequence[tuple[int, int]]
+    ) -> list[TopLogits]:
+        """As `Session.top_logits`, of logits [rows, positions, vocab], at pairs of row and position.
+
+        Raises:
+            EngineFailedError: as `Session.run`.
+        """
+
+
+@runtime_checkable
+class WatchingSession(Protocol):
+    """A session that can look at outputs which nobody asks for. An optional part of a session."""
+
+    def watch(self, outputs: Sequence[str]) -> None:
+        """From now on compute `outputs` at every run, and look whether they are finite."""
+
+    def not_finite(self) -> Sequence[str]:
+        """Those of the watched outputs that held NaN or infinities since `watch`, in its order."""
 
 
 @runtime_checkable

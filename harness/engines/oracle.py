@@ -128,17 +128,34 @@ class OracleSession:
         Raises:
             EngineFailedError: they were not computed yet, and computing them failed.
         """
-        self._live()
         handle = cast("OracleHandle", logits)
-        deferred = handle.deferred
-        if deferred is None or len(handle.shape) not in (2, 3) or handle.shape[0] != 1:
+        if handle.deferred is None or len(handle.shape) not in (2, 3) or handle.shape[0] != 1:
+            self._live()
             return top_logits_of(handle.array, k, positions)
-        vocab, count = handle.shape[-1], handle.shape[1] if len(handle.shape) == 3 else 1
+        count = handle.shape[1] if len(handle.shape) == 3 else 1
         rows = list(range(count))
-        if positions is not None:
-            rows = [rows[position] for position in positions]
+        return self._top_at(handle, k, rows if positions is None else [rows[place] for place in positions])
+
+    def top_logits_of_rows(
+        self, logits: TensorHandle, *, k: int, places: Sequence[tuple[int, int]]
+    ) -> list[TopLogits]:
+        """See `harness.engines.base.BatchingSession`.
+
+        Raises:
+            EngineFailedError: as `top_logits`.
+        """
+        handle = cast("OracleHandle", logits)
+        count = handle.shape[1]
+        return self._top_at(handle, k, [row * count + position for row, position in places])
+
+    def _top_at(self, handle: OracleHandle, k: int, rows: Sequence[int]) -> list[TopLogits]:
+        """The largest logits at `rows`, which count along all leading axes taken as one."""
+        self._live()
+        deferred, vocab = handle.deferred, handle.shape[-1]
         if not rows:
             return []
+        if deferred is None:
+            return top_logits_of(handle.array.reshape(1, -1, vocab), k, rows)
         step = max(_CHUNK // len(rows), k, 1)
         tops: list[TopLogits] = []
         for start in range(0, vocab, step):
@@ -146,6 +163,25 @@ class OracleSession:
             found = top_logits_of(part[None], k)
             tops = [merged(a, b, start, k) for a, b in zip(tops, found, strict=True)] if start else found
         return tops
+
+    def stacked(self, parts: Sequence[TensorHandle], axis: int) -> OracleHandle:
+        """See `harness.engines.base.BatchingSession`; equal parts share their memory."""
+        import numpy as np
+
+        arrays = [cast("OracleHandle", part).array for part in parts]
+        if all(array is arrays[0] for array in arrays):
+            shape = list(arrays[0].shape)
+            shape[axis] = len(arrays)
+            return OracleHandle(np.broadcast_to(arrays[0], shape))
+        return OracleHandle(np.concatenate(arrays, axis=axis))
+
+    def watch(self, outputs: Sequence[str]) -> None:
+        """See `harness.engines.base.WatchingSession`."""
+        self._live().watch(outputs)
+
+    def not_finite(self) -> tuple[str, ...]:
+        """See `harness.engines.base.WatchingSession`."""
+        return self._live().not_finite()
 
     def first_non_finite(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> str | None:
         """See `harness.engines.base.DiagnosingSession`."""

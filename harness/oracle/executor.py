@@ -6,8 +6,9 @@ that are wanted, so steps are pruned, and last uses found, once for each set of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from harness.errors import EngineFailedError, ParityError
@@ -44,6 +45,8 @@ class Step:
     node: Node
     bodies: tuple[Body, ...] = ()
 
+
+_NO_LOOKS: Mapping[int, Callable[[Any], None]] = MappingProxyType({})
 
 _Instruction: TypeAlias = tuple[Compute, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -106,13 +109,21 @@ class Body:
         """The value of a slot that is known before anything runs; None for all others."""
         return self._constants.get(slot)
 
-    def program(self, results: Iterable[int], *, gathered: bool = False) -> Program:
+    def program(
+        self,
+        results: Iterable[int],
+        *,
+        gathered: bool = False,
+        looks: Mapping[int, Callable[[Any], None]] = _NO_LOOKS,
+    ) -> Program:
         """The program that computes the slots `results` and nothing that they do not need.
 
         If `gathered`, projections of the same value are one instruction: workers then share them all at once.
+        The slots of `looks` are computed too: each value is handed to its function as soon as there is one,
+        and lives no longer for it.
         """
         results = tuple(results)
-        live = set(results)
+        live = {*results, *looks}
         chosen: list[Step] = []
         for step in reversed(self.steps):
             if not live.isdisjoint(step.outputs):
@@ -123,7 +134,7 @@ class Body:
         steps = _gathered(chosen) if gathered else chosen
         return Program(
             instructions=tuple(
-                (step.compute, step.inputs, step.outputs, dead)
+                (_looking(step, looks), step.inputs, step.outputs, dead)
                 for step, dead in zip(steps, self._dead_after(steps, results), strict=True)
             ),
             labels=tuple(step.label for step in steps),
@@ -182,6 +193,22 @@ class Body:
                 kind="crashed",
             ) from error
         return [slots[i] for i in program.results]
+
+
+def _looking(step: Step, looks: Mapping[int, Callable[[Any], None]]) -> Compute:
+    """The kernel of a step, which shows those of its outputs that are to be looked at."""
+    shown = [(place, looks[slot]) for place, slot in enumerate(step.outputs) if slot in looks]
+    if not shown:
+        return step.compute
+
+    def run(*inputs: Any) -> Any:
+        result = step.compute(*inputs)
+        given = result if isinstance(result, tuple) else (result,)
+        for place, look in shown:
+            look(given[place])
+        return result
+
+    return run
 
 
 def _gathered(steps: Sequence[Step]) -> list[Step]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
@@ -14,7 +15,7 @@ from harness.errors import EngineFailedError, InputError
 from harness.oracle.blas import one_blas_thread
 from harness.oracle.deferred import DeferredOutput, tail_of
 from harness.oracle.executor import Body, Program
-from harness.oracle.nonfinite import first_non_finite
+from harness.oracle.nonfinite import all_finite, first_non_finite
 from harness.oracle.planner import Budget, Planner
 from harness.oracle.precision import Array, Precision, PrecisionName, RoundingName, file_dtype, type_name
 from harness.oracle.proof import Proof, prove
@@ -77,6 +78,8 @@ class OracleModel:
         tails = {name: tail_of(body, slot) for name, slot in self._slots.items()}
         self._tails = {name: tail for name, tail in tails.items() if tail is not None}
         self._programs: dict[tuple[int, ...], Program] = {}
+        self._watched: tuple[str, ...] = ()
+        self._not_finite: set[str] = set()
 
     @classmethod
     def load(
@@ -161,6 +164,25 @@ class OracleModel:
                 results[name] = _given(name, given[0], self._precision)
         return results
 
+    def watch(self, outputs: Sequence[str]) -> None:
+        """From now on compute `outputs` at every run, wanted or not, and look whether they are finite.
+
+        What nobody wants is freed as ever. `not_finite` says what was found, from here on.
+
+        Raises:
+            InputError: an output is unknown.
+        """
+        self._not_finite.clear()
+        if tuple(outputs) != self._watched:
+            for name in outputs:
+                self._slot(name)
+            self._watched = tuple(outputs)
+            self._programs.clear()
+
+    def not_finite(self) -> tuple[str, ...]:
+        """Those of the watched outputs that held NaN or infinities since `watch`, in its order."""
+        return tuple(name for name in self._watched if name in self._not_finite)
+
     def first_non_finite(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> str | None:
         """Operator and node that first made one of `outputs` infinite or NaN; None if all are finite.
 
@@ -198,8 +220,13 @@ class OracleModel:
         """The program that computes `slots`, and its arguments."""
         program = self._programs.get(slots)
         if program is None:
-            program = self._programs[slots] = self._body.program(slots, gathered=True)
+            looks = {self._slots[name]: partial(self._look, name) for name in self._watched}
+            program = self._programs[slots] = self._body.program(slots, gathered=True, looks=looks)
         return program, self._arguments(feeds, program)
+
+    def _look(self, name: str, value: Any) -> None:
+        if not all_finite(value):
+            self._not_finite.add(name)
 
     def _arguments(self, feeds: Mapping[str, Array], program: Program) -> list[Array | None]:
         """The feeds that a program needs, checked, in the order of the graph's inputs."""

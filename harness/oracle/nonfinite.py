@@ -16,7 +16,7 @@ import numpy as np
 from harness.oracle.executor import ABSENT, Body, Program
 from harness.oracle.precision import is_float
 
-__all__ = ["first_non_finite"]
+__all__ = ["all_finite", "first_non_finite"]
 
 _FILLS = ("ConstantOfShape", "Constant")
 """Operators that give an infinity because they are told to: masks start with it."""
@@ -33,6 +33,21 @@ class _Seen:
 _FINITE = _Seen()
 
 
+def all_finite(value: Any) -> bool:
+    """Whether a tensor holds neither infinities nor NaN; None and what is no float holds none.
+
+    A sum is not finite if a term is not, and takes no memory. Only where it is not, which may be its own
+    overflow, is each number looked at.
+    """
+    if value is None or not is_float(np.asarray(value).dtype):
+        return True
+    array = np.asarray(value)
+    if array.dtype.kind != "f":
+        array = array.astype(np.float32)  # narrow floats of ml_dtypes
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+
+
 def _look(value: Any) -> _Seen:
     """What an array holds; None and what is no float is finite."""
     if value is None or not is_float(np.asarray(value).dtype):
@@ -40,7 +55,7 @@ def _look(value: Any) -> _Seen:
     array = np.asarray(value)
     if array.dtype.kind != "f":
         array = array.astype(np.float32)  # narrow floats of ml_dtypes
-    if np.isfinite(array).all():
+    if all_finite(array):
         return _FINITE
     return _Seen(nan=bool(np.isnan(array).any()), infinite=bool(np.isinf(array).any()))
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.decode.batch import Continued
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
 from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import SessionInfo
@@ -131,6 +132,8 @@ class _Check:
         )
         self._source: SourceModel | None = None
         self._blamed: list[str | None] = []
+        self._waiting: list[tuple[int, Prompt, Trace | PromptJudged]] = []
+        self._verdicts: list[Verdict] = []
 
     def run(self) -> CheckFinished:
         plan = self._plan
@@ -152,34 +155,56 @@ class _Check:
                 raise failure
             if plan.strict_placement and failure is None:
                 require_off_cpu(self._candidate.info)
-            verdicts = []
             for index, prompt in enumerate(plan.prompts):
                 asked = prompt.source_ids or prompt.token_ids
                 self._emit(PromptStarted(index, prompt.text, asked, plan.max_new_tokens))
-                judged = self._decode(index, prompt, oracle, failure)
-                verdicts.append(Verdict(judged.verdict))
-                self._emit(judged)
+                try:
+                    self._decode(index, prompt, failure)
+                except (KeyboardInterrupt, ParityError):
+                    # What was decoded before is not lost. A second interruption ends this, too.
+                    self._judge_waiting(oracle)
+                    raise
+                rows = self._rows()
+                last = index == len(plan.prompts) - 1
+                if last or prompt.extra or not rows or not oracle.gathers(rows):
+                    self._judge_waiting(oracle)
         finally:
             oracle.close()
             self._candidate.close()
             if self._source is not None:
                 self._source.close()
-        verdict = worst_verdict(verdicts)
+        verdict = worst_verdict(self._verdicts)
         blamed = overall_attribution(self._blamed)
         return CheckFinished(verdict=verdict, exit_code=exit_code_of(verdict), attribution=blamed)
 
-    def _decode(
-        self, index: int, prompt: Prompt, oracle: Reference, failure: EngineFailedError | None
-    ) -> PromptJudged:
-        """Judge one prompt."""
+    def _decode(self, index: int, prompt: Prompt, failure: EngineFailedError | None) -> None:
+        """Let the candidate decode one prompt; what comes of it then waits to be judged."""
+        decoded: Trace | PromptJudged
         try:
             if failure is not None:
                 raise failure
             progress = self._progress(index, "candidate")
-            trace = self._candidate.decode(prompt, on_step=progress)
+            decoded = self._candidate.decode(prompt, on_step=progress)
         except EngineFailedError as error:
-            return _failed(index, _facts(error), 0.0)
-        return self._judge(index, prompt, trace, oracle)
+            decoded = _failed(index, _facts(error), 0.0)
+        self._waiting.append((index, prompt, decoded))
+
+    def _rows(self) -> list[Continued]:
+        """What waits and can be a row of a batch."""
+        return [
+            (decoded.prompt_ids, decoded.token_ids)
+            for _, prompt, decoded in self._waiting
+            if isinstance(decoded, Trace) and decoded.token_ids and not prompt.extra
+        ]
+
+    def _judge_waiting(self, oracle: Reference) -> None:
+        """Judge what waits, in order; each verdict is out before the next one is looked for."""
+        oracle.prepare(self._rows())
+        while self._waiting:
+            index, prompt, decoded = self._waiting.pop(0)
+            judged = self._judge(index, prompt, decoded, oracle) if isinstance(decoded, Trace) else decoded
+            self._verdicts.append(Verdict(judged.verdict))
+            self._emit(judged)
 
     def _open_oracle(self) -> Reference:
         plan = self._plan

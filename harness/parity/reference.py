@@ -6,6 +6,9 @@ of the same token in float32 and float64, and in one pass and in steps, on a pro
 again, in float64, where the margin is within the spread (times a stated factor), and where a candidate would
 be blamed; what even float64 cannot separate is undecided. A margin of zero in float64 is an exact tie, which
 the lowest ID has. Where one pass and steps differ by more than rounding can, the graph is stepped.
+
+Several prompts go through the graph as rows of one batch, where a row of the probe among longer ones gives
+what it gives alone, up to the spread; else each goes by itself.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from harness.decode.batch import Continued, one_pass_batch
 from harness.decode.diagnose import first_non_finite
+from harness.decode.feeds import plan_feeds
 from harness.decode.loop import StepObserver, forced_decode, one_pass_decode
 from harness.decode.plan import ExtraFeeds
 from harness.decode.trace import Trace
-from harness.engines.base import Session, SessionInfo, TopLogits
+from harness.engines.base import BatchingSession, Session, SessionInfo, TopLogits, WatchingSession
 from harness.engines.registry import EngineSpec
 from harness.errors import InputError, InvalidRunError
 from harness.parity.proving import proof_of, require_proof
@@ -46,6 +51,10 @@ _PROBE_PROMPT = 8
 
 _PROBE_STEPS = 3
 """Generated tokens of the probe, at most."""
+
+_BATCH_TOKENS = 256
+"""Positions of a batch, those that are filled up included: far beyond, a row costs as much as a pass of its
+own, and what a pass keeps in memory grows with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,10 @@ class Reference:
         self._sessions = {self._precision: self._session}
         self._bands: dict[str, float] = {}
         self._extra: ExtraFeeds = {}
+        self._exact: Trace | None = None
+        self._batches = isinstance(self._session, BatchingSession)
+        self._proven = 0
+        self._ahead: dict[tuple[tuple[int, ...], tuple[int, ...]], Trace] = {}
 
     @staticmethod
     def check_mode(spec: EngineSpec, mode: OracleMode | None) -> OracleMode:
@@ -194,6 +207,64 @@ class Reference:
         undecided = tuple(i for i, step in enumerate(steps) if 0 < step.margin <= bands[i])
         return ReferenceTrace(trace, tuple(bands), undecided, self.mode, rounding)
 
+    def gathers(self, decoded: Sequence[Continued]) -> bool:
+        """Whether one more prompt had better be decoded before these are verified, to share their batch.
+
+        Never before the first prompt is verified: on it the spread is measured.
+
+        Args:
+            decoded: prompts and their tokens, at least one.
+        """
+        if not self._may_batch():
+            return False
+        longest = max(len(prompt) + len(tokens) for prompt, tokens in decoded)
+        return (len(decoded) + 1) * longest <= _BATCH_TOKENS
+
+    def prepare(self, decoded: Sequence[Continued]) -> None:
+        """Run the passes that `verify` will ask for, without extra feeds, as rows of one batch.
+
+        Where that cannot be, or proves to be another computation, `verify` runs them one by one.
+
+        Args:
+            decoded: prompts and their tokens, at least one token each.
+        """
+        self._ahead.clear()
+        if len(decoded) < 2 or not self._may_batch():
+            return
+        wholes = self._rows(decoded)
+        # What `_as_in_steps` will ask for.
+        alone = None if wholes is None else self._rows([(prompt, tokens[:1]) for prompt, tokens in decoded])
+        if wholes is None or alone is None:
+            self._batches = False
+            return
+        self._ahead = {(trace.prompt_ids, trace.token_ids): trace for trace in (*alone, *wholes)}
+
+    def _may_batch(self) -> bool:
+        return self._batches and self.mode == "one-pass" and self._exact is not None
+
+    def _rows(self, decoded: Sequence[Continued]) -> list[Trace] | None:
+        """One pass of a batch; None where there is none, or where it does not stand for passes of rows alone.
+
+        Among rows that are longer than any before, the probe runs too: it must give what it gave alone.
+        """
+        exact, band = self._exact, self._bands[self._precision]
+        assert exact is not None, "a batch before the spread is measured"
+        longest = max(len(prompt) + len(tokens) for prompt, tokens in decoded)
+        probed = longest > self._proven
+        rows = [*decoded, (exact.prompt_ids, exact.token_ids)] if probed else decoded
+        self._extra = {}
+        self._watch(self._session)
+        traces = one_pass_batch(self._session, self._topology, rows, top_k=self._top_k)
+        # Rows are filled up, so what a cache holds at the end may not be a row's own.
+        if traces is None or self._not_finite(self._session):
+            return None
+        if probed:
+            # A band is twice what one logit may be off.
+            if 2 * spread_between(exact, traces.pop()) > band:
+                return None
+            self._proven = longest
+        return traces
+
     def _as_in_steps(self, trace: Trace, on_step: StepObserver | None) -> Trace:
         """The trace of one pass, if a pass over the prompt alone begins alike; else steps, now and later.
 
@@ -234,6 +305,7 @@ class Reference:
         token_ids: Sequence[int],
         on_step: StepObserver | None = None,
     ) -> Trace:
+        self._watch(session)
         return forced_decode(
             session,
             self._topology,
@@ -245,6 +317,10 @@ class Reference:
         )
 
     def _whole(self, session: Session, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Trace | None:
+        self._watch(session)
+        ahead = self._ahead.get((tuple(prompt_ids), tuple(token_ids)))
+        if ahead is not None and session is self._session and not self._extra:
+            return ahead
         return one_pass_decode(
             session, self._topology, prompt_ids, token_ids, top_k=self._top_k, extra=self._extra
         )
@@ -257,6 +333,8 @@ class Reference:
                 tokens = tuple(prompt_ids)[len(prompt) : len(prompt) + _PROBE_STEPS]
             session, finest = self._session_in(precision), self._session_in(_FINEST)
             exact = self._sound(self._steps(finest, prompt, tokens), finest)
+            if precision == self._precision and not self._extra:
+                self._exact = exact
             runs = [] if session is finest else [self._sound(self._steps(session, prompt, tokens), session)]
             whole = self._whole(session, prompt, tokens)
             if whole is not None and _alike(whole, runs[0] if runs else exact):
@@ -285,13 +363,30 @@ class Reference:
             if step.has_nan or not math.isfinite(step.values[0]):
                 fed = (*trace.prompt_ids, *trace.token_ids[:position])
                 node = first_non_finite(session, self._topology, fed, extra=self._extra)
-                first = "" if node is None else f" The first node to make them so is {node}."
-                raise InvalidRunError(
-                    f"The oracle's logits are not finite at generated position {position}: such an oracle "
-                    f"proves nothing.{first}",
-                    next_action="Check the exported weights for overflow; try oracle:precision=float64.",
-                )
+                what = f"logits are not finite at generated position {position}"
+                raise _not_finite_error(what, node)
+        for name in self._not_finite(session):
+            fed = (*trace.prompt_ids, *trace.token_ids[:-1])
+            node = first_non_finite(session, self._topology, fed, extra=self._extra, output=name)
+            raise _not_finite_error(f"{name} is not finite behind generated position {len(fed) - 1}", node)
         return trace
+
+    def _watch(self, session: Session) -> None:
+        """Let the next runs look at what is carried from call to call, whether or not it is asked for."""
+        if isinstance(session, WatchingSession):
+            plan = plan_feeds(self._topology, session.inventory, extra=self._extra)
+            session.watch(plan.carried)
+
+    def _not_finite(self, session: Session) -> Sequence[str]:
+        return session.not_finite() if isinstance(session, WatchingSession) else ()
+
+
+def _not_finite_error(what: str, node: str | None) -> InvalidRunError:
+    first = "" if node is None else f" The first node to make it so is {node}."
+    return InvalidRunError(
+        f"The oracle's {what}: such an oracle proves nothing.{first}",
+        next_action="Check the exported weights for overflow; try oracle:precision=float64.",
+    )
 
 
 def _no_spread(spec: EngineSpec) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 from fixtures.decoders import TinyDecoder
 from fixtures.planted import PlantedEngine, planted
 from harness.engines.base import TopLogits
+from harness.engines.oracle import OracleSession
 from harness.engines.registry import EngineSpec, parse_engine
 from harness.errors import EngineFailedError, InvalidRunError
 from harness.events import CheckFinished, Event, PromptJudged, PromptStarted
@@ -119,9 +120,12 @@ def test_a_wrong_token_is_found_where_it_was_planted(model: Path, step: int) -> 
 
 
 def test_one_divergent_prompt_does_not_stop_the_others(model: Path) -> None:
-    """Every prompt is judged; the report has the worst verdict."""
+    """Every prompt is judged; the report has the worst verdict.
+
+    The second decode of a prompt follows the first ones of those that are verified with it.
+    """
     right = DECODER.greedy(PROMPTS[1].token_ids, NEW_TOKENS)
-    fault = choose((right[2] + 1) % DECODER.vocab, at=(NEW_TOKENS + 2, 2 * NEW_TOKENS + 2))
+    fault = choose((right[2] + 1) % DECODER.vocab, at=(NEW_TOKENS + 2, 3 * NEW_TOKENS + 2))
     end, judged = check(model, planted(logits=fault))
     assert [j.verdict for j in judged] == ["identical", "divergent", "identical"]
     assert end.verdict == "divergent"
@@ -266,6 +270,36 @@ def test_an_oracle_that_fails_makes_the_run_invalid(model: Path) -> None:
     end, judged = check(model, parse_engine("ort-cpu"), oracle=planted(opening=lambda: crash(0)))
     assert (end.verdict, end.exit_code) == ("invalid-run", 6)
     assert judged == []
+
+
+def test_a_crash_in_a_prompt_leaves_those_that_are_verified_with_it(model: Path) -> None:
+    """Prompts behind the first share a batch; the last of them crashes before its first token."""
+
+    def crash(run: int) -> None:
+        if run == 2 * NEW_TOKENS:
+            raise EngineFailedError("boom", next_action="-", kind="crashed")
+
+    end, judged = check(model, planted(run=crash))
+    assert (end.verdict, end.exit_code) == ("crashed", 4)
+    assert [j.verdict for j in judged] == ["identical", "identical", "crashed"]
+
+
+def test_prompts_behind_the_first_are_rows_of_one_pass(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass over their tokens and one over the prompts alone, with the probe beside the first of them."""
+    rows: list[int] = []
+    run = OracleSession.run
+
+    def counted(self: OracleSession, feeds: Any, outputs: Sequence[str]) -> Any:
+        rows.append(feeds["input_ids"].shape[0])
+        return run(self, feeds, outputs)
+
+    monkeypatch.setattr(OracleSession, "run", counted)
+    prompts = [*PROMPTS, Prompt((7, 8, 9)), Prompt((2,))]
+    end, judged = check(model, parse_engine("ort-cpu"), prompts=prompts)
+    assert end.verdict == "identical"
+    assert [j.index for j in judged] == [0, 1, 2, 3, 4]
+    assert [count for count in rows if count > 1] == [5, 4]
+    assert set(rows[rows.index(5) :]) == {4, 5}
 
 
 @pytest.mark.parametrize("run", [0, NEW_TOKENS, 2 * NEW_TOKENS + 1])

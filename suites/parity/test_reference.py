@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from fixtures.decoders import TinyDecoder
 from fixtures.effort import examples
+from harness.decode.batch import one_pass_batch
 from harness.decode.loop import forced_decode, greedy_decode, one_pass_decode
 from harness.decode.trace import Trace
 from harness.engines.base import SessionInfo, TopLogits
+from harness.engines.oracle import OracleSession
 from harness.engines.registry import parse_engine
-from harness.errors import InputError
+from harness.errors import InputError, InvalidRunError
 from harness.parity.compare import compare_tokens
 from harness.parity.reference import OracleMode, Reference, spread_between
 from harness.parity.verdict import Verdict
@@ -177,12 +180,13 @@ def test_an_exact_tie_goes_to_the_lowest_id_and_is_decided(tmp_path: Path) -> No
 def counting_decoder(folder: Path, nodes: list[onnx.NodeProto]) -> tuple[Path, Topology]:
     """A decoder of 4 tokens; `nodes` make `third` and `fourth`, the logits [batch, new] of tokens 2 and 3.
 
-    They have `ones`, `count` (of tokens so far, from a state) and `length` (tokens of this call) to make them
-    of, and the constants `large`, `ten`, `half` (1.5) and `five`.
+    They have `ids`, `ones`, `count` (of tokens so far, from a state) and `length` (tokens of this call) to
+    make them of, and the constants `large`, `ten`, `half` (1.5) and `five`.
     """
     constants = {"large": 1e8, "ten": 10.0, "half": 1.5, "five": 5.0, "nought": 0.0}
     weights = {name: np.array(value, np.float32) for name, value in constants.items()}
     weights |= {"one_axis": np.array([1], np.int64), "axis": np.array(1, np.int64)}
+    weights |= {"rows": np.array([0], np.int64)}
     weights |= {"last": np.array([2], np.int64), "unit": np.array([1.0], np.float32)}
     begin = [
         helper.make_node("Cast", ["input_ids"], ["ids"], to=TensorProto.FLOAT),
@@ -220,6 +224,126 @@ def test_a_graph_that_looks_at_the_length_of_its_call_is_stepped(
     assert [step.argmax for step in verified.trace.steps] == [first, *[0] * 8]
     assert verified.mode == side.mode == "stepwise"
     assert verified.undecided == ()
+
+
+ROWS = st.lists(
+    st.tuples(st.lists(TOKENS, min_size=1, max_size=9), st.lists(TOKENS, min_size=1, max_size=9)),
+    min_size=2,
+    max_size=5,
+)
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(rows=ROWS)
+def test_a_row_of_a_batch_gives_what_it_gives_alone(
+    references: dict[str, Reference], rows: list[tuple[list[int], list[int]]]
+) -> None:
+    """Rows of all lengths, of a decoder with attention and states: apart by no more than the band allows."""
+    side = references["one-pass"]
+    band = side.verify((1, 2, 3), (3, 9)).rounding
+    batch = one_pass_batch(side._session, DECODER.topology, rows)
+    assert batch is not None
+    for (prompt, follow), row in zip(rows, batch, strict=True):
+        alone = one_pass_decode(side._session, DECODER.topology, prompt, follow)
+        assert alone is not None
+        assert (row.prompt_ids, row.token_ids) == (alone.prompt_ids, alone.token_ids)
+        assert 2 * spread_between(row, alone) <= band
+
+
+def prepared(
+    model: Path, topology: Topology, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> tuple[Reference, bool]:
+    """A reference that has prepared `rows`, and whether these came to be a batch."""
+    side = reference(model, topology)
+    assert not side.gathers(rows)
+    side.verify((1, 2, 3), (3, 2))
+    side.prepare(rows)
+    return side, side.gathers(rows[:1])
+
+
+def test_what_was_prepared_is_not_run_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifying rows of a batch asks the graph for nothing more, where margins decide."""
+    prompts: list[tuple[int, ...]] = [(1, 2), (4, 5, 6, 7), (9,)]
+    rows = [(prompt, DECODER.greedy(prompt, 5)) for prompt in prompts]
+    side, batched = prepared(model, DECODER.topology, rows)
+    assert batched
+    monkeypatch.setattr(OracleSession, "run", None)
+    for prompt, follow in rows:
+        verified = side.verify(prompt, follow)
+        assert verified.trace.token_ids == follow
+        assert [step.argmax for step in verified.trace.steps] == list(follow)
+
+
+def test_a_graph_whose_rows_see_each_other_is_not_batched(tmp_path: Path) -> None:
+    """Token 2 has the distance from the mean over the batch: nothing alone, more among other rows."""
+    nodes = [
+        helper.make_node("ReduceMean", ["ids", "rows"], ["mean"], keepdims=1),
+        helper.make_node("Sub", ["ids", "mean"], ["third"]),
+        helper.make_node("Identity", ["ones"], ["fourth"]),
+    ]
+    model, topology = counting_decoder(tmp_path, nodes)
+    rows = [((1, 2), (3, 3, 3)), ((0, 1, 0), (3, 3, 3, 3))]
+    side, batched = prepared(model, topology, rows)
+    assert not batched
+    for prompt, follow in rows:
+        verified = side.verify(prompt, follow)
+        assert [step.argmax for step in verified.trace.steps] == [3] * len(follow)
+        assert verified.mode == "one-pass"
+
+
+def test_a_graph_of_one_row_is_not_batched(tmp_path: Path) -> None:
+    """An extent of 1 where the others have a symbol is no batch axis."""
+    model, topology = counting_decoder(
+        tmp_path,
+        [
+            helper.make_node("Identity", ["ones"], ["third"]),
+            helper.make_node("Identity", ["zeros"], ["fourth"]),
+        ],
+    )
+    rows = [((1, 2), (2, 2, 2)), ((0, 1, 0), (2, 2))]
+    assert prepared(model, topology, rows)[1]
+    graph = onnx.load(model)
+    for port in (*graph.graph.input, *graph.graph.output):
+        port.type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(graph, model)
+    assert not prepared(model, topology, rows)[1]
+
+
+def test_a_batch_keeps_to_its_positions(references: dict[str, Reference]) -> None:
+    """However many prompts there are: those that would make it larger wait for the next one."""
+    side = references["one-pass"]
+    side.verify((1, 2, 3), (3, 9))
+    assert side.gathers([((1,) * 60, (2,) * 4)] * 3)
+    assert not side.gathers([((1,) * 60, (2,) * 4)] * 4)
+    assert not side.gathers([((1,), (2,))] * 2 + [((1,) * 80, (2,) * 6)])
+
+
+def overflowing_decoder(folder: Path) -> tuple[Path, Topology]:
+    """Logits that are constant, and a state (1e9)^n for a call of n tokens: infinite in float32 from 5 on."""
+    nodes = [
+        helper.make_node("Identity", ["ones"], ["third"]),
+        helper.make_node("Identity", ["zeros"], ["fourth"]),
+    ]
+    model, topology = counting_decoder(folder, nodes)
+    graph = onnx.load(model)
+    (state,) = [node for node in graph.graph.node if PRESENT in node.output]
+    state.input[:] = ["huge", "length"]
+    state.op_type = "Pow"
+    state.name = "grow"
+    graph.graph.initializer.append(numpy_helper.from_array(np.array([[1e9]], np.float32), "huge"))
+    onnx.save(graph, model)
+    return model, topology
+
+
+@pytest.mark.parametrize("mode", ["one-pass", "stepwise"])
+def test_the_node_that_made_a_state_infinite_is_named(mode: OracleMode, tmp_path: Path) -> None:
+    """Nobody reads a state behind one pass, and all logits are finite: it is looked at all the same."""
+    model, topology = overflowing_decoder(tmp_path)
+    side = reference(model, topology, mode)
+    short = side.verify((1, 2), (2,)).trace
+    assert [step.argmax for step in short.steps] == [2]
+    with pytest.raises(InvalidRunError, match=rf"oracle's {PRESENT} is not finite .*is Pow grow\."):
+        side.verify((1, 2, 3, 1, 2), (2,))
 
 
 def test_no_candidate_is_blamed_before_float64_agrees(tmp_path: Path) -> None:
