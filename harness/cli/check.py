@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from harness.cli.attributing import SourceChoice, plan_source, source_options
 from harness.cli.options import (
     DecodeOptions,
     OracleChoice,
@@ -39,6 +40,7 @@ class _Request:
     limits: Limits | None
     strict_placement: bool
     oracle: OracleChoice
+    source: SourceChoice | None
 
 
 @click.command("check")
@@ -46,6 +48,7 @@ class _Request:
 @click.option("--candidate", metavar="ENGINE", help="Engine under test, such as ort-cpu:threads=1.")
 @reporting(failure_document)
 @oracle_options
+@source_options
 @decode_options
 @limit_options
 @report_option
@@ -54,6 +57,7 @@ def command(
     package: str,
     candidate: str | None,
     oracle: OracleChoice,
+    source: SourceChoice | None,
     decode: DecodeOptions,
     limits: Limits | None,
     strict_placement: bool,
@@ -78,6 +82,7 @@ def command(
             limits=limits,
             strict_placement=strict_placement,
             oracle=oracle,
+            source=source,
         )
     )
     return run_and_report(plan, model, report_dir=report_dir, as_json=as_json)
@@ -111,4 +116,5 @@ def _plan(request: _Request) -> tuple[Model, CheckPlan]:
         stop_ids=task.stop_ids,
         candidate_process=process_of(candidate),
         strict_placement=request.strict_placement,
+        source=None if request.source is None else plan_source(request.source, model),
     )

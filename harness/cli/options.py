@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DecodeOptions",
     "OracleChoice",
+    "Verb",
     "decode_options",
     "limit_options",
     "oracle_options",
     "report_option",
+    "with_options",
 ]
 
 Verb: TypeAlias = Callable[..., int]
@@ -89,7 +91,7 @@ def decode_options(verb: Verb) -> Verb:
             **others,
         )
 
-    return _with(
+    return with_options(
         wrapped,
         click.option(
             "--prompt", "texts", multiple=True, metavar="TEXT", help="A text to continue. Repeatable."
@@ -142,7 +144,7 @@ def limit_options(verb: Verb) -> Verb:
     ) -> int:
         return verb(limits=_limits(in_process, call_timeout, timeout, memory_limit), **others)
 
-    return _with(
+    return with_options(
         wrapped,
         click.option(
             "--strict-placement", is_flag=True, help="Let no node of the engine under test run on the CPU."
@@ -187,7 +189,7 @@ def oracle_options(verb: Verb) -> Verb:
         mode = Reference.check_mode(spec, oracle_mode)
         return verb(oracle=OracleChoice(spec=spec, mode=mode), **others)
 
-    return _with(
+    return with_options(
         wrapped,
         click.option(
             "--oracle",
@@ -221,7 +223,7 @@ def report_option(verb: Verb) -> Verb:
             raise InputError("--report-dir is empty.", next_action="Name a folder, or leave the option out.")
         return verb(report_dir=report_dir, **others)
 
-    return _with(
+    return with_options(
         wrapped,
         click.option(
             "--report-dir",
@@ -231,7 +233,7 @@ def report_option(verb: Verb) -> Verb:
     )
 
 
-def _with(verb: Verb, *options: Callable[[Verb], Verb]) -> Verb:
+def with_options(verb: Verb, *options: Callable[[Verb], Verb]) -> Verb:
     """The options on a verb, in the order in which its help shows them."""
     for option in reversed(options):
         verb = option(verb)

@@ -11,7 +11,7 @@ from harness.errors import InputError
 from harness.ports import PortInventory
 from harness.topology.spec import Topology
 
-__all__ = ["check_prompt_ids", "decode_tokens", "encode_prompt", "vocabulary_size"]
+__all__ = ["check_prompt_ids", "decode_tokens", "encode_prompt", "tokens_of", "vocabulary_size"]
 
 
 def encode_prompt(
@@ -60,6 +60,16 @@ def decode_tokens(package_folder: Path, token_ids: Sequence[int]) -> str:
         InputError: there is no `tokenizer.json`, or it cannot be read.
     """
     return str(_tokenizer(package_folder).decode(list(token_ids), skip_special_tokens=False))
+
+
+def tokens_of(package_folder: Path) -> dict[str, int]:
+    """Every token of the package's `tokenizer.json`, added ones among them, with its ID.
+
+    Raises:
+        InputError: there is no such file, or it cannot be read.
+    """
+    tokens: dict[str, int] = _tokenizer(package_folder).get_vocab(with_added_tokens=True)
+    return tokens
 
 
 def vocabulary_size(inventory: PortInventory, topology: Topology) -> int | None:

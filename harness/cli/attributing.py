@@ -1,0 +1,139 @@
+"""`--source`: the model that a package was exported from, as a third witness of a check."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from harness.cli.options import Verb, with_options
+from harness.cli.preparing import usable_engine
+from harness.cli.process import deferred_interrupts
+from harness.errors import InputError
+
+if TYPE_CHECKING:
+    from harness.cli.preparing import Model
+    from harness.engines.registry import EngineSpec
+    from harness.parity.source import SourcePlan
+
+__all__ = ["SourceChoice", "plan_source", "source_options"]
+
+_DEFAULT_ENGINE = "hf"
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceChoice:
+    """The folder of the source model, and what runs it."""
+
+    folder: Path
+    spec: EngineSpec
+
+
+def source_options(verb: Verb) -> Verb:
+    """The options that name the source model; the verb gets them as `source`, None where there is none."""
+
+    @functools.wraps(verb)
+    def wrapped(*, source_folder: Path | None, source_engine: str | None, **others: Any) -> int:
+        return verb(source=_choice(source_folder, source_engine), **others)
+
+    return with_options(
+        wrapped,
+        click.option(
+            "--source",
+            "source_folder",
+            type=click.Path(path_type=Path),
+            metavar="DIR",
+            help="The transformers model that PACKAGE was exported from: tells an exporter's fault from a "
+            "runtime's.",
+        ),
+        click.option(
+            "--source-engine",
+            metavar="ENGINE",
+            help=f"What runs it, such as {_DEFAULT_ENGINE}:precision=float64. [default: {_DEFAULT_ENGINE}]",
+        ),
+    )
+
+
+def plan_source(choice: SourceChoice, model: Model) -> SourcePlan:
+    """See that the source can speak of this package; it is opened later, in a process of its own if possible.
+
+    Raises:
+        EngineUnavailableError: what runs it is not installed.
+        InputError: there is no such folder, its tokenizer has other tokens than that of the package, or the
+            package's decoder goes by an encoder.
+    """
+    from harness.decode.prompts import vocabulary_size
+    from harness.engines.isolated.engine import can_isolate, isolated
+    from harness.engines.isolated.limits import Limits, most_memory
+    from harness.parity.source import SourcePlan
+
+    spec, folder = usable_engine(choice.spec), choice.folder
+    if not folder.is_dir():
+        raise InputError(
+            f"--source {folder}: no such folder.",
+            next_action="Name the folder of the model that was exported, with config.json and safetensors.",
+        )
+    if model.decoder.conditioning.assembly.given:
+        raise InputError(
+            f"--source: the decoder of {model.package.folder} goes by an encoder, and only decoders that stand "
+            "alone are compared with their source.",
+            next_action="Leave --source out.",
+        )
+    if model.package.tokenizer is not None and (folder / _TOKENIZER).is_file():
+        _check_same_tokens(model.package.folder, folder)
+    if can_isolate():
+        # How long a source may take is nobody's finding, but it shall not take the memory of the others.
+        spec = isolated(spec, Limits(call_seconds=None, memory_bytes=most_memory()))
+    decoder = model.decoder
+    vocabulary = vocabulary_size(decoder.inventory, decoder.topology)
+    return SourcePlan(spec=spec, folder=folder, vocabulary=vocabulary)
+
+
+def _choice(folder: Path | None, engine: str | None) -> SourceChoice | None:
+    if folder is None:
+        if engine is not None:
+            raise InputError(
+                f"--source-engine {engine} has no source model to run.",
+                next_action="Name the folder of the model with --source DIR, or leave it out.",
+            )
+        return None
+    with deferred_interrupts():
+        from harness.engines.registry import parse_engine
+
+    return SourceChoice(folder=folder, spec=parse_engine(engine or _DEFAULT_ENGINE))
+
+
+def _check_same_tokens(package: Path, source: Path) -> None:
+    """Refuse a source whose tokens are others: an ID would mean one thing to it and another to the package.
+
+    A token that one of them lacks is no contradiction: exporters leave out added ones.
+    """
+    from harness.decode.prompts import tokens_of
+
+    ours, theirs = tokens_of(package), tokens_of(source)
+    both = [(token, id_, theirs[token]) for token, id_ in ours.items() if theirs.get(token, id_) != id_]
+    text, named = _inverse(ours), _inverse(theirs)
+    other = [id_ for id_ in text if named.get(id_, text[id_]) != text[id_]]
+    if not (both or other):
+        return
+    if other:
+        first = min(other)
+        what = (
+            f"token {first} is {named[first]!r} in {source / _TOKENIZER}, and {text[first]!r} in the package"
+        )
+    else:
+        token, ours_id, theirs_id = min(both, key=lambda each: each[1])
+        what = f"{token!r} is token {theirs_id} in {source / _TOKENIZER}, and {ours_id} in the package"
+    raise InputError(
+        f"--source: {what}: it is the model of another tokenizer.",
+        next_action="Name the folder of the model that was exported.",
+    )
+
+
+def _inverse(tokens: Mapping[str, int]) -> dict[int, str]:
+    return {id_: token for token, id_ in tokens.items()}
