@@ -24,6 +24,7 @@ _VERBS = {
     "derive": "derive the I/O topology of a package, a graph or a port inventory",
     "engines": "list engines: what is installed, usable, and why not",
     "fetch": "fetch real weights into the user's cache",
+    "golden": "record the tokens that a model is known to give, or check an engine against them",
     "ports": "list the ports of a graph",
     "record": "decode on an engine and keep what a check needs in a trace",
     "verify": "check a recorded trace against the oracle, without the engine",

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from harness.engines.registry import EngineSpec
     from harness.parity.check import CheckPlan
 
-__all__ = ["command", "failure_document"]
+__all__ = ["CheckRequest", "command", "failure_document", "plan_check"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class CheckRequest:
     """What the user asked for."""
 
     package: str
@@ -73,8 +73,8 @@ def command(
     with deferred_interrupts():
         from harness.engines.registry import parse_engine
 
-    model, plan = _plan(
-        _Request(
+    model, plan = plan_check(
+        CheckRequest(
             package=package,
             decode=decode,
             # Names first: a misspelt engine is found before a package is written or read.
@@ -88,7 +88,12 @@ def command(
     return run_and_report(plan, model, report_dir=report_dir, as_json=as_json)
 
 
-def _plan(request: _Request) -> tuple[Model, CheckPlan]:
+def plan_check(request: CheckRequest) -> tuple[Model, CheckPlan]:
+    """The model that was asked for, opened, and what is to be done with it.
+
+    Raises:
+        ParityError: whatever is wrong with the input; nothing has been opened on an engine or written.
+    """
     from harness.decode.wired import wired
     from harness.engines.isolated.engine import isolated, process_of
     from harness.parity.check import CheckPlan

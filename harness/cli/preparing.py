@@ -33,6 +33,7 @@ __all__ = [
     "all_options",
     "check_fit",
     "check_independent",
+    "check_target",
     "open_model",
     "plan_task",
     "refusal_mapping",
@@ -90,6 +91,11 @@ class Model:
     def name(self) -> str:
         """How reports name it: its path, or the name of a built-in package, the same on every machine."""
         return str(self.package.model) if self.builtin is None else self.builtin.name
+
+    @property
+    def label(self) -> str:
+        """What it is called, on whatever machine: the name of its folder, or of a built-in package."""
+        return self.package.folder.resolve().name if self.builtin is None else self.builtin.name
 
     def token_text(self) -> Callable[[int], str] | None:
         """What a token reads as; None for a package without a tokenizer."""
@@ -183,6 +189,17 @@ def check_fit(decoder: Decoder, prompts: Sequence[Prompt], max_new_tokens: int) 
     for prompt in prompts:
         feeds = plan_feeds(decoder.topology, decoder.inventory, extra=prompt.extra)
         feeds.check_room(len(prompt.token_ids), max_new_tokens)
+
+
+def check_target(path: Path) -> None:
+    """See that a file can be written to `path` (of `-o`), before anything is decoded for it.
+
+    Raises:
+        InputError: it is a folder, or lies in none.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
+        raise InputError(f"-o {path} {reason}.", next_action="Name a file in a folder that is there.")
 
 
 def usable_engine(spec: EngineSpec | None) -> EngineSpec:

@@ -12,13 +12,14 @@ from harness.cli.options import DecodeOptions, decode_options, limit_options
 from harness.cli.output import json_option, print_json_line, report_error, reporting
 from harness.cli.preparing import (
     all_options,
+    check_target,
     open_model,
     plan_task,
     refusal_mapping,
     usable_engine,
 )
 from harness.cli.process import deferred_interrupts
-from harness.errors import InputError, ParityError
+from harness.errors import ParityError
 
 if TYPE_CHECKING:
     from harness.cli.preparing import Model
@@ -87,9 +88,7 @@ def command(
         from harness.parity.recording import record
 
     spec = parse_engine(engine) if engine is not None else None
-    if trace.is_dir() or not trace.parent.is_dir():
-        reason = "is a folder" if trace.is_dir() else f"lies in {trace.parent}, which is no folder"
-        raise InputError(f"-o {trace} {reason}.", next_action="Name a file in a folder that is there.")
+    check_target(trace)
     model = open_model(package, ignore_declared=decode.ignore_declared, inputs=decode.inputs)
     plan = _plan(model, decode, usable_engine(spec), limits, strict_placement, states)
 
@@ -139,7 +138,7 @@ def _plan(
     return RecordPlan(
         model=model.package.model,
         facts=RecordedModel(
-            name=model.name if model.builtin else model.package.folder.resolve().name,
+            name=model.label,
             sha256=model.sha256,
             topology_sha256=topology_sha256(topology),
             topology_outcome=model.outcome,

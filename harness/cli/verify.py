@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from harness.cli.attributing import SourceChoice, plan_source, source_options
 from harness.cli.options import OracleChoice, oracle_options, report_option
 from harness.cli.output import json_option, reporting
 from harness.cli.preparing import Model, all_options, check_fit, open_model, usable_engine
@@ -27,9 +28,17 @@ __all__ = ["command", "failure_document"]
 @click.argument("package")
 @reporting(failure_document)
 @oracle_options
+@source_options
 @report_option
 @json_option
-def command(trace: Path, package: str, oracle: OracleChoice, report_dir: Path | None, as_json: bool) -> int:
+def command(
+    trace: Path,
+    package: str,
+    oracle: OracleChoice,
+    source: SourceChoice | None,
+    report_dir: Path | None,
+    as_json: bool,
+) -> int:
     """Check what TRACE recorded against the oracle, token by token, with the report of `onnx-parity check`.
 
     PACKAGE must be what was recorded: the same model, and the same topology. Only the oracle runs.
@@ -40,7 +49,9 @@ def command(trace: Path, package: str, oracle: OracleChoice, report_dir: Path | 
 
     recording = read_trace(trace)
     model = open_model(package, ignore_declared=recording.model.ignore_declared)
-    plan = _plan(recording, model, oracle)
+    plan = replace(
+        _plan(recording, model, oracle), source=None if source is None else plan_source(source, model)
+    )
     return run_and_report(plan, model, report_dir=report_dir, as_json=as_json)
 
 

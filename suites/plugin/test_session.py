@@ -221,7 +221,7 @@ def test_ctrl_c_in_a_check_ends_the_session(project: pytest.Pytester, run: Run) 
             def stop(request):
                 os.kill(os.getpid(), signal.SIGINT)
                 raise AssertionError("went on")
-            monkeypatch.setattr(check, "_plan", stop)
+            monkeypatch.setattr(check, "plan_check", stop)
         """
     )
     project.makepyfile(
