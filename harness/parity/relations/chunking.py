@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from harness.decode.plan import FeedPlan
 from harness.parity.relations.base import NotApplicableError, Pair
@@ -13,9 +14,10 @@ from harness.parity.relations.observation import Script
 __all__ = ["ChunkedPrefill", "Recompute", "TokenByToken"]
 
 _CHUNKS = 3
-"""Into how many chunks a prompt is cut, of two tokens at least."""
+"""Into how many chunks a prompt is cut at most."""
 
 _LEAST = 2
+"""Tokens of a chunk: one is `TokenByToken`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +32,21 @@ class ChunkedPrefill:
         """See `harness.parity.relations.base.Relation`."""
         script = lab.script
         prompt = script.prompt
-        size = max(_LEAST, -(-len(prompt) // _CHUNKS))
-        if len(prompt) <= size:
+        count = min(_CHUNKS, len(prompt) // _LEAST)
+        if count < 2:
             raise NotApplicableError(
                 f"{_tokens(len(prompt))} of prompt cannot be cut into chunks of several."
             )
+        bounds = [len(prompt) * number // count for number in range(count + 1)]
+        chunks = [prompt[first:end] for first, end in pairwise(bounds)]
         with lab.session() as session:
             _require_any_number(lab.plan(session))
             follower = lab.follow(session, script)
-            follower.begin([prompt[first : first + size] for first in range(0, len(prompt), size)])
+            follower.begin(chunks)
             found = follower.rest()
-        yield Pair(f"chunks of {size}", lab.reference, found, bitwise=False)
+        yield Pair(
+            f"chunks of {', '.join(str(len(chunk)) for chunk in chunks)}", lab.reference, found, bitwise=False
+        )
 
 
 @dataclass(frozen=True, slots=True)

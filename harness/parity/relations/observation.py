@@ -1,19 +1,24 @@
-"""What a decode showed: at each step the token, the logits behind it, and at two steps every state."""
+"""What a decode showed: at each step the token, the logits behind it, and every state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harness.decode.plan import FeedPlan
 from harness.decode.stepping import Decoding
 from harness.engines.base import Session, TensorHandle
+from harness.engines.tensor_types import numpy_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Follower", "Moment", "Observation", "Script"]
+__all__ = ["Follower", "Moment", "Observation", "Script", "keeps_states"]
+
+_MOST_STATES = 1 << 25
+"""Bytes of states that are kept at every step; of more, those after the prompt and at the last step are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class Moment:
     Attributes:
         token: the greedy choice, as the engine's own reduction of the logits has it.
         logits: at the last position, [vocab], in the engine's dtype.
-        states: every output that is fed back, by port; empty at steps where states are not kept.
+        states: every output that is fed back, by port; empty at steps where they are not kept.
     """
 
     token: int
@@ -61,7 +66,7 @@ class Script:
 
 
 class Follower:
-    """A decode along a script that keeps what it sees: states after the prompt and at the last step."""
+    """A decode along a script that keeps what it sees."""
 
     def __init__(self, session: Session, plan: FeedPlan, script: Script) -> None:
         """Nothing runs yet."""
@@ -105,6 +110,13 @@ class Follower:
         logits = outputs[plan.logits]
         (top,) = session.top_logits(logits, k=1, positions=(-1,))
         array = session.copy_out(logits)
-        keeps = step in (0, self._script.last)
-        states = {name: session.copy_out(outputs[name]) for name in plan.carried} if keeps else {}
+        carried = {name: outputs[name] for name in plan.carried}
+        keeps = keeps_states(step, self._script, carried)
+        states = {name: session.copy_out(handle) for name, handle in carried.items()} if keeps else {}
         return Moment(top.argmax, array[0] if array.ndim == 2 else array[0, -1], states)
+
+
+def keeps_states(step: int, script: Script, states: Mapping[str, TensorHandle]) -> bool:
+    """Whether the states of a step are worth their memory."""
+    size = sum(prod(handle.shape) * numpy_dtype(handle.dtype).itemsize for handle in states.values())
+    return size <= _MOST_STATES or step in (0, script.last)

@@ -15,7 +15,7 @@ from harness.engines.base import Session, TensorHandle
 from harness.engines.reduce import top_logits_of
 from harness.parity.relations.base import NotApplicableError
 from harness.parity.relations.laboratory import Laboratory
-from harness.parity.relations.observation import Moment, Observation, Script
+from harness.parity.relations.observation import Moment, Observation, Script, keeps_states
 from harness.ports import Dimension, Port
 
 if TYPE_CHECKING:
@@ -89,8 +89,7 @@ class Rows:
                     for name, given in zip(cache.inputs, cache.outputs, strict=True)
                 }
             past += len(new[0])
-            keeps = step in (0, script.last)
-            seen[step] = self._look(outputs, watched, total=past - hidden, hidden=hidden, keeps=keeps)
+            seen[step] = self._look(outputs, watched, step, total=past - hidden, hidden=hidden)
         return seen
 
     def _tokens(self, row: Row, step: int) -> tuple[int, ...]:
@@ -156,19 +155,20 @@ class Rows:
         }
 
     def _look(
-        self, outputs: Mapping[str, TensorHandle], watched: int, *, total: int, hidden: int, keeps: bool
+        self, outputs: Mapping[str, TensorHandle], watched: int, step: int, *, total: int, hidden: int
     ) -> Moment:
         session, plan = self._session, self._plan
         logits = session.copy_out(outputs[plan.logits])[watched : watched + 1]
         last = logits[0] if logits.ndim == 2 else logits[0, -1]
         (top,) = top_logits_of(last[None], 1)
         states = {}
-        if keeps:
+        carried = {name: outputs[name] for name in plan.carried}
+        if keeps_states(step, self._rows[watched].script, carried):
             inputs = {
                 given: name for c in plan.caches for name, given in zip(c.inputs, c.outputs, strict=True)
             }
-            for name in plan.carried:
-                array = session.copy_out(outputs[name])
+            for name, handle in carried.items():
+                array = session.copy_out(handle)
                 axis = self._axes.get(inputs[name])
                 states[name] = array if axis is None else array.take([watched], axis=axis)
             states = trimmed(plan, states, total=total, hidden=hidden)
