@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.cli.output import report_warning
 from harness.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,11 +61,17 @@ class Decoder:
 
 
 def derive_decoder(package: Package, *, ignore_declared: bool) -> Derivation:
-    """The topology of the package's decoder, taken as one graph; see `resolve_package`."""
+    """The topology of the package's decoder, taken as one graph; see `resolve_package`.
+
+    Its warnings go to standard error.
+    """
     from harness.decode.parts import decoder_inventory
     from harness.topology.resolve import resolve_package
 
-    return resolve_package(package, decoder_inventory(package), ignore_declared=ignore_declared)
+    derivation = resolve_package(package, decoder_inventory(package), ignore_declared=ignore_declared)
+    for warning in derivation.warnings:
+        report_warning(warning)
+    return derivation
 
 
 def plan_decoder(package: Package, topology: Topology, *, inputs: Path | None, seed: int) -> Decoder:

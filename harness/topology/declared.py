@@ -44,7 +44,7 @@ def note_unfollowed(placement: Placement, names: GenaiNames) -> None:
         is_input = one.direction == "input"
         ports = placement.inventory.inputs if is_input else placement.inventory.outputs
         table = PatternTable([(one.pattern, None)])
-        if INDEX not in one.pattern or any(table.matches(port.name) for port in ports):
+        if any(table.matches(port.name) for port in ports):
             continue
         what = f"no {one.direction} is named like {quoted(one.pattern)}, {one.key} of genai_config.json"
         placement.warnings.append(f"{what[0].upper()}{what[1:]}: it is left aside. Correct it, or remove it.")
@@ -75,8 +75,8 @@ def place_declared(
     for pair in io.state_pairs or ():
         past, present = _find(placement, pair.input, "input"), _find(placement, pair.output, "output")
         if past is not None and present is not None:
-            bindings.append(CacheBinding(past, present, Role.STATE, _layer(past, natural), _BECAUSE))
-    bindings += _static_bindings(placement, io, natural)
+            bindings.append(CacheBinding(past, present, Role.STATE, layer_of(past.name), _BECAUSE))
+    bindings += _static_bindings(placement, io)
     if flow is not None:
         bindings = _held_against(placement, bindings, flow)
     for binding in bindings:
@@ -94,8 +94,7 @@ def _held_against(
     placement: Placement, bindings: Sequence[CacheBinding], flow: CacheFlow
 ) -> list[CacheBinding]:
     """Declared caches with what the dataflow says about them as further evidence."""
-    no_caches = {*placement.outputs, "logits"}
-    outputs = {port.name for port in placement.inventory.outputs} - no_caches
+    outputs = {port.name for port in placement.inventory.outputs}.difference(placement.outputs)
     confirmed, findings = confirm(flow, bindings, outputs, declared=True)
     against = {finding.ports[0]: finding.message for finding in findings}
     placement.warnings += against.values()
@@ -130,20 +129,13 @@ def _find(placement: Placement, name: str, direction: Direction) -> Port | None:
 def _by_name(
     placement: Placement, io: DeclaredIo, conventions: Sequence[Convention], match: StateShapeMatch
 ) -> dict[str, CacheBinding]:
-    """Caches by the name of either side: what declarations leave open, such as layers, or the other side."""
-    declared = (io.kv_inputs, io.kv_outputs, io.cross_kv_inputs, io.cross_kv_outputs, io.state_pairs)
-    if io.static_cache is None and all(ports is None for ports in declared):
+    """Caches by the name of either side: what declarations that name one side only leave open."""
+    if all(ports is None for ports in (io.kv_inputs, io.kv_outputs, io.cross_kv_inputs, io.cross_kv_outputs)):
         return {}
     found = derive_cache(placement.inventory, conventions, match=match).bindings
     by_name = {binding.past.name: binding for binding in found}
     by_name.update((binding.present.name, binding) for binding in found if binding.present is not None)
     return by_name
-
-
-def _layer(past: Port, natural: Mapping[str, CacheBinding]) -> int | None:
-    """The layer of a declared cache: what its name says, as where it is derived."""
-    known = natural.get(past.name)
-    return layer_of(past.name) if known is None else known.layer
 
 
 def _declared_bindings(
@@ -191,13 +183,11 @@ def _declared_bindings(
         if past is None or (present is None and present_name is not None):
             continue
         role = _cache_role(past.name, natural, cross=cross)
-        bindings.append(CacheBinding(past, present, role, _layer(past, completed), _BECAUSE))
+        bindings.append(CacheBinding(past, present, role, layer_of(past.name), _BECAUSE))
     return bindings
 
 
-def _static_bindings(
-    placement: Placement, io: DeclaredIo, natural: Mapping[str, CacheBinding]
-) -> list[CacheBinding]:
+def _static_bindings(placement: Placement, io: DeclaredIo) -> list[CacheBinding]:
     """Place the control ports of a declared static cache; returns its buffers."""
     fields = io.static_cache
     if fields is None:
@@ -225,7 +215,7 @@ def _static_bindings(
             past = _find(placement, past_name, "input")
             present = _find(placement, outputs[index], "output")
             if past is not None and present is not None:
-                bindings.append(CacheBinding(past, present, role, _layer(past, natural), _BECAUSE))
+                bindings.append(CacheBinding(past, present, role, layer_of(past.name), _BECAUSE))
     placement.static_cache = {
         key: value if isinstance(value, str) else list(value) for key, value in fields.items()
     }

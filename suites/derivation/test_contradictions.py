@@ -16,12 +16,15 @@ from fixtures.flows import GROWING, GROWN, STATE, concat, derive, info, model
 from fixtures.layouts import dense_06b, hybrid_27b, static_cache, whisper_cross_kv
 from fixtures.recorded import recorded_layouts
 from harness.cli.app import run
+from harness.cli.planning import derive_decoder
 from harness.errors import InputError
+from harness.package import open_package
 from harness.ports import Port, PortInventory, read_ports
 from harness.topology.dataflow import read_cache_flow
+from harness.topology.genai import genai_config_of
 from harness.topology.resolve import resolve
 from harness.topology.sidecar import io_block
-from harness.topology.spec import Derivation, Outcome, Role, Topology
+from harness.topology.spec import Derivation, Outcome, PortRole, Role, Topology
 from harness.topology.writing import sidecar_of
 
 KEEP = "hat is declared is kept; correct it where it is wrong."
@@ -141,6 +144,8 @@ def test_the_command_warns_of_a_contradiction_and_still_answers(
         f"`present.{1 - layer}.key`, but the graph feeds it to `present.{layer}.key`. W{KEEP}"
         for layer in (0, 1)
     ]
+    derive_decoder(open_package(tmp_path), ignore_declared=False)
+    assert capsys.readouterr().err == output.err
     assert run(["derive", "--json", "--ignore-declared", str(tmp_path)]) == 0
     output = capsys.readouterr()
     assert (json.loads(output.out)["outcome"], output.err) == ("derived", "")
@@ -542,3 +547,18 @@ def test_templates_that_only_one_side_has_are_not_written(tmp_path: Path) -> Non
         "genai_config.json has no way to say what `past_key_values_key_cache_0`, "
         "`past_key_values_key_cache_1`, `cat_17`, `cat_19` are."
     )
+
+
+def test_cross_templates_of_one_side_are_written() -> None:
+    """Cross attention that is only read has no present."""
+    roles = tuple(
+        PortRole(f"cross.3.{role.value}", "input", role, "", layer=3)
+        for role in (Role.CROSS_KV_KEY, Role.CROSS_KV_VALUE)
+    )
+    assert genai_config_of(Topology(roles=roles))["model"]["decoder"] == {
+        "inputs": {
+            "cross_past_key_names": "cross.%d.cross_kv_key",
+            "cross_past_value_names": "cross.%d.cross_kv_value",
+        },
+        "outputs": {},
+    }
