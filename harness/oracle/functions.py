@@ -1,5 +1,12 @@
 """Model-local functions: which node calls one, and what its calls come to before any of them is inlined.
 
+A function may have the name of an operator. Whether it is then called is for runtimes to say, by ONNX
+(onnx.proto, on `ModelProto.functions`), and here it is said so. Operators have no overloads, so a node that
+names one means the function. Of other domains than ONNX's own, the operators are those of ONNX Runtime, which
+exporters describe by functions for those who lack them: a kernel goes before such a description, as with ONNX
+Runtime itself. A function in the place of a standard operator is refused: what one runtime computes by it is
+not what another one does.
+
 A few functions that call each other twice stand for millions of nodes. So inlining keeps to a limit, for
 which nodes are counted before any is planned, each function once.
 """
@@ -11,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from harness.errors import InputError
-from harness.oracle.kernels import find, operator_version
+from harness.oracle.kernels import find, is_standard, operator_version
 from harness.oracle.names import domain_of
 
 if TYPE_CHECKING:
@@ -65,11 +72,21 @@ class Functions:
         self._inlined = 0
 
     def called_by(self, node: onnx.NodeProto, opsets: Mapping[str, int]) -> onnx.FunctionProto | None:
-        """The function to inline in place of a node; None where a kernel computes it, or nothing does."""
-        function = self._functions.get((domain_of(node.domain), node.op_type, node.overload))
-        if function is None or self._inline_all:
-            return function
+        """The function to inline in place of a node; None where a kernel computes it, or nothing does.
+
+        Raises:
+            InputError: the node may mean a function or a standard operator.
+        """
         domain = domain_of(node.domain)
+        function = self._functions.get((domain, node.op_type, node.overload))
+        if function is None or node.overload or self._inline_all:
+            return function
+        if is_standard(domain, node.op_type, opsets.get(domain, 1)):
+            raise InputError(
+                f"Function {_name(function)} of {self._file}, which node {node.name or node.op_type} names, "
+                "has the name of a standard operator: ONNX leaves open which of them is meant.",
+                next_action="Export with another name or domain for the function, or without it.",
+            )
         version = operator_version(domain, node.op_type, opsets.get(domain, 1))
         return function if find(domain, node.op_type, version) is None else None
 
@@ -126,7 +143,7 @@ class Functions:
 
 
 def _name(function: onnx.FunctionProto) -> str:
-    return f"{function.domain}.{function.name}"
+    return f"{function.domain or 'ai.onnx'}.{function.name}"
 
 
 def _nodes_of(nodes: Iterable[onnx.NodeProto]) -> Iterator[tuple[onnx.NodeProto, int]]:

@@ -136,7 +136,8 @@ class Planner:
         for node in ordered(nodes, scope):
             domain = domain_of(node.domain)
             version = operator_version(domain, node.op_type, scope.opsets.get(domain, 1))
-            entry = find(domain, node.op_type, version)
+            # Operators have no overloads.
+            entry = None if node.overload else find(domain, node.op_type, version)
             function = self._functions.called_by(node, scope.opsets)
             if function is not None:
                 self._inline(node, function, scope)
@@ -145,7 +146,8 @@ class Planner:
                 since = (
                     f"opset {opset}, operator version {version}" if opset is not None else "no opset imported"
                 )
-                what = f"operator {node.op_type} of domain {domain or 'ai.onnx'} ({since})"
+                overload = f", overload {node.overload}," if node.overload else ""
+                what = f"operator {node.op_type}{overload} of domain {domain or 'ai.onnx'} ({since})"
                 if (domain, node.op_type) in LEFT_OUT:
                     what += f", left out as it needs {LEFT_OUT[domain, node.op_type]},"
                 self._lack(what, f"node {label_of(node, scope)}")

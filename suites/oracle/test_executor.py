@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -492,6 +493,79 @@ def test_a_native_kernel_computes_what_the_function_body_says(tmp_path: Path) ->
     assert (len(native._body.steps), len(inlined._body.steps)) == (1, 2)
     for name, want in inlined.run(feeds, ["y", "sum"]).items():
         np.testing.assert_allclose(native.run(feeds, ["y", "sum"])[name], want, rtol=1e-6)
+
+
+def negation(domain: str, name: str, overload: str = "") -> onnx.FunctionProto:
+    """A function that computes -x, whatever its name says."""
+    opsets = [helper.make_opsetid("", 24)]
+    return helper.make_function(
+        domain, name, ["x"], ["y"], [node("Neg", ["x"], ["y"])], opsets, overload=overload
+    )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_function_in_the_place_of_a_standard_operator_is_refused(nested: bool, tmp_path: Path) -> None:
+    """ONNX leaves open which of them a node means; one that no node names says nothing."""
+    functions = [negation("", "Relu"), negation("own", "Twice")]
+    if nested:
+        functions[1].node[0].op_type = "Relu"
+    for called in ("Neg", "Twice" if nested else "Relu"):
+        path = save(
+            tmp_path / "m.onnx",
+            [node(called, ["x"], ["y"], domain="own" if called == "Twice" else "")],
+            [value("x", shape=[2])],
+            [value("y")],
+            functions=functions,
+            domains=["own"],
+        )
+        if called == "Neg":
+            got = OracleModel.load(path).run({"x": np.float32([-1, 2])}, ["y"])
+            np.testing.assert_array_equal(got["y"], np.float32([1, -2]))
+            continue
+        with pytest.raises(InputError, match=r"Function ai\.onnx\.Relu of m\.onnx.*leaves open"):
+            OracleModel.load(path)
+
+
+@pytest.mark.parametrize(
+    ("domain", "name", "overload", "opset", "inlined"),
+    [
+        ("own", "Relu", "", 24, True),
+        ("", "Relu", "mine", 24, True),
+        ("com.microsoft", "Gelu", "mine", 24, True),
+        # Not yet an operator: Gelu is one from opset 20 on.
+        ("", "Gelu", "", 19, True),
+        # ONNX Runtime's own: the same is what ONNX Runtime itself computes.
+        ("com.microsoft", "QuickGelu", "", 24, False),
+    ],
+)
+def test_a_node_means_the_function_where_no_operator_has_its_name(
+    domain: str, name: str, overload: str, opset: int, inlined: bool, tmp_path: Path
+) -> None:
+    """By domain, name and overload; operators have no overloads."""
+    call = node(name, ["x"], ["y"], domain=domain)
+    call.overload = overload
+    graph = helper.make_graph([call], "g", [value("x", shape=[2])], [value("y", shape=[2])])
+    opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    model = helper.make_model(
+        graph, opset_imports=opsets, functions=[negation(domain, name, overload)], ir_version=10
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    x = np.float32([-1, 2])
+    got = OracleModel.load(tmp_path / "m.onnx").run({"x": x}, ["y"])["y"]
+    if inlined:
+        np.testing.assert_array_equal(got, -x)
+        return
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(got, session.run(None, {"x": x})[0], rtol=1e-6)
+
+
+def test_an_overload_that_the_model_lacks_is_no_operator(tmp_path: Path) -> None:
+    """A kernel of that name computes the operator, not the overload."""
+    call = node("Relu", ["x"], ["y"])
+    call.overload = "mine"
+    path = save(tmp_path / "m.onnx", [call], [value("x", shape=[2])], [value("y")])
+    with pytest.raises(EngineFailedError, match=r"operator Relu, overload mine, of domain ai\.onnx"):
+        OracleModel.load(path)
 
 
 # --- precision

@@ -28,7 +28,7 @@ from harness.oracle.kernels import (
     rotary,
     tensor,
 )
-from harness.oracle.kernels.registry import LEFT_OUT, claims, find, operator_version
+from harness.oracle.kernels.registry import LEFT_OUT, claims, find, is_standard, operator_version
 
 __all__ = [
     "LEFT_OUT",
@@ -45,6 +45,7 @@ __all__ = [
     "generate",
     "group_query",
     "indexing",
+    "is_standard",
     "linear",
     "linear_quantisation",
     "logic",

@@ -108,6 +108,11 @@ def operator_version(domain: str, op_type: str, opset: int) -> int:
         return max(known, default=opset)
 
 
+def is_standard(domain: str, op_type: str, opset: int) -> bool:
+    """Whether the installed onnx defines the operator in `opset` of its domain."""
+    return bool(onnx.defs.has(op_type, opset, domain))
+
+
 def find(domain: str, op_type: str, version: int) -> Kernel | None:
     """The kernel that claims this very version, if any."""
     return _KERNELS.get((domain, op_type), {}).get(version)
