@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import pytest
@@ -562,3 +562,22 @@ def test_cross_templates_of_one_side_are_written() -> None:
         },
         "outputs": {},
     }
+
+
+@pytest.mark.parametrize("role", [Role.KV_KEY, Role.KV_VALUE])
+@pytest.mark.parametrize("direction", ["input", "output"])
+def test_templates_that_belong_together_are_written_together_or_not_at_all(
+    role: Role, direction: Literal["input", "output"]
+) -> None:
+    """Where one of the four has no number for its layer, none stands there: three alone cannot be read."""
+    kinds: list[tuple[Role, Literal["input", "output"]]] = [
+        (Role.KV_KEY, "input"),
+        (Role.KV_VALUE, "input"),
+        (Role.KV_KEY, "output"),
+        (Role.KV_VALUE, "output"),
+    ]
+    roles = tuple(
+        PortRole("odd" if kind == (role, direction) else f"{kind[0]}.0", kind[1], kind[0], "", layer=0)
+        for kind in kinds
+    )
+    assert genai_config_of(Topology(roles=roles))["model"]["decoder"] == {"inputs": {}, "outputs": {}}
