@@ -1,8 +1,8 @@
 """Each relation finds the engine that breaks it, and no other relation does.
 
 The engines are `fixtures.unrelated`: real sessions with one fault, which acts under the condition that one
-relation makes. A fault that another relation finds as well shows that the two overlap, and one that none finds
-that a relation does not look.
+relation makes. A fault that another relation finds as well shows that the two overlap, and one that none
+finds that a relation does not look.
 """
 
 from __future__ import annotations

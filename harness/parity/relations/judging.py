@@ -108,7 +108,10 @@ def _case(relation: Relation, number: int, pair: Pair, yardstick: Yardstick) -> 
         RelationOutcome.BITWISE, case=pair.label or None, bitwise=pair.bitwise, comparison=found, cases=1
     )
     if found.first is None:
-        return bare
+        if found.tokens_part_at is None:
+            return bare
+        reason = f"The choices part at step {found.tokens_part_at}, on logits that are equal to the bit."
+        return replace(bare, outcome=RelationOutcome.BROKEN, reason=reason)
     if pair.bitwise and not relation.graph_may_lack:
         return replace(bare, outcome=RelationOutcome.BROKEN, furthest=found.first.port)
     bands = yardstick.bands()
