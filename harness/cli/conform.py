@@ -173,7 +173,8 @@ def _plan(request: _Request) -> tuple[Model, ConformPlan]:
 
     decode = request.decode
     model = open_model(request.package, ignore_declared=decode.ignore_declared, inputs=decode.inputs)
-    prompt = plan_task(model, decode).prompts[0]  # of those that a built-in package brings, one is enough
+    # Of those that a built-in package brings one is enough: the longest, which can be cut into chunks.
+    prompt = max(plan_task(model, decode).prompts, key=lambda prompt: len(prompt.token_ids))
     engine = usable_engine(request.engine)
     if request.limits is not None:
         engine = isolated(engine, request.limits)
