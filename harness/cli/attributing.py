@@ -80,8 +80,8 @@ def plan_source(choice: SourceChoice, model: Model) -> SourcePlan:
         )
     if model.decoder.conditioning.assembly.given:
         raise InputError(
-            f"--source: the decoder of {model.package.folder} goes by an encoder, and only decoders that stand "
-            "alone are compared with their source.",
+            f"--source: the decoder of {model.package.folder} goes by an encoder, and only decoders that "
+            "stand alone are compared with their source.",
             next_action="Leave --source out.",
         )
     if model.package.tokenizer is not None and (folder / _TOKENIZER).is_file():
@@ -130,7 +130,7 @@ def _check_same_tokens(package: Path, source: Path) -> None:
         token, ours_id, theirs_id = min(both, key=lambda each: each[1])
         what = f"{token!r} is token {theirs_id} in {source / _TOKENIZER}, and {ours_id} in the package"
     raise InputError(
-        f"--source: {what}: it is the model of another tokenizer.",
+        f"--source {source}: {what}: it is the model of another {_TOKENIZER}.",
         next_action="Name the folder of the model that was exported.",
     )
 
