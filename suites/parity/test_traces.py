@@ -1,4 +1,4 @@
-"""A trace gives what a check gives, for every kind of finding; one that was tampered with is refused by name."""
+"""A trace gives what a check gives, for every kind of finding; one that was changed is refused by name."""
 
 from __future__ import annotations
 
