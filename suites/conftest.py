@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from hypothesis import settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -13,6 +14,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Tests import the runtime themselves: it shall neither report to its makers nor leave a file.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
+
+@pytest.fixture(autouse=True)
+def _source_engine(request: pytest.FixtureRequest) -> None:
+    """What is marked `hf` needs torch and transformers."""
+    if request.node.get_closest_marker("hf") is None:
+        return
+    from harness.engines.hf import ENGINE
+    from harness.pytest_plugin.gates import missing
+
+    state = ENGINE.availability()
+    if not state.usable:
+        missing(request.node, {"hf"}, f"hf is not usable here: {state.reason} {state.next_action}")
+
 
 settings.register_profile(
     "nightly", max_examples=25 * settings.get_profile("default").max_examples, deadline=None

@@ -97,7 +97,7 @@ class Parity:
             return ParityResult(document["verdict"], document, report)
         if document["exit_code"] == _UNAVAILABLE:
             error = document["error"]
-            missing(self._item, _unavailable(candidate, oracle), f"{error['message']} {error['next']}")
+            missing(self._item, _unavailable(candidate, oracle, options), f"{error['message']} {error['next']}")
         pytest.fail(
             explain(
                 document, package=name, report=report, command=shlex.join(["onnx-parity", "check", *asked])
@@ -150,8 +150,13 @@ def _ordered(package: str, *options: str) -> list[str]:
     return [*options, "--", package] if package.startswith("-") else [package, *options]
 
 
-def _unavailable(candidate: str | None, oracle: str | None) -> set[str]:
+def _unavailable(
+    candidate: str | None, oracle: str | None, options: Mapping[str, OptionValue]
+) -> set[str]:
     """The gates of the engines that a check lacks; where no candidate is named, `ort-cpu` stands for all."""
-    named = [parse_engine(text).engine for text in (candidate or "ort-cpu", oracle or "oracle")]
+    names = [candidate or "ort-cpu", oracle or "oracle"]
+    if options.get("source"):
+        names.append(str(options.get("source_engine") or "hf"))
+    named = [parse_engine(text).engine for text in names]
     lacking = [engine for engine in named if not engine.availability().usable]
     return {gate_of(engine.name) for engine in lacking or named[:1]}

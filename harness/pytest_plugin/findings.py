@@ -25,7 +25,7 @@ class Finding:
         candidate: engine with version.
         placement: providers that ran its nodes.
         oracle: engine with version.
-        engines: names of both, where they ran.
+        engines: names of both, and of that of a source model, where they ran.
         prompts: how many are identical, and how many there are.
         parts_at: prompt and token where they part first.
         margin: the oracle's there, or its smallest anywhere.
@@ -62,7 +62,7 @@ class Finding:
             candidate=_engine(sides[0]),
             placement=", ".join(placement.get("providers", {})),
             oracle=_engine(sides[1]),
-            engines=tuple(side["engine"] for side in sides if side["version"]),
+            engines=tuple(side["engine"] for side in (*sides, document["source"]) if side and side["version"]),
             prompts=f"{sum(p['verdict'] == 'identical' for p in prompts)}/{len(prompts)}",
             parts_at=f"{parted[0][0]}:{parted[0][1]['index']}" if parted else "",
             margin="" if margin is None else f"{margin:.4f}",

@@ -59,7 +59,8 @@ def _headline(document: Mapping[str, Any]) -> str:
                 f"candidate {found['candidate_token']}, oracle {found['oracle_token']}"
                 + ("" if margin is None else f" by {margin:.4f}")
             )
-    return str(verdict)
+    blamed = document["attribution"]
+    return str(verdict) if blamed is None else f"{verdict}: the source model blames the {blamed}"
 
 
 def _rendered(document: Mapping[str, Any], package: str) -> str:

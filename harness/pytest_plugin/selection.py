@@ -58,12 +58,16 @@ def _is_gpu(engine: str) -> bool:
     return engine.partition(":")[0] == _GPU_ENGINE
 
 
+_NO_CANDIDATES = {"oracle", "hf"}
+"""Engines of ours that are no candidates: what they are held against, and what runs no graph."""
+
+
 def _engines(config: pytest.Config) -> list[str]:
     """By name alone: whether they can be used is seen when the test begins."""
     chosen = CANDIDATE.of(config)
     if chosen is not None:
         return [chosen]
-    return sorted({entry.name for entry in entry_points(group="onnx_parity.engines")} - {"oracle"})
+    return sorted({entry.name for entry in entry_points(group="onnx_parity.engines")} - _NO_CANDIDATES)
 
 
 def _packages(config: pytest.Config) -> dict[str, Path]:
