@@ -16,7 +16,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
-
 @pytest.fixture(autouse=True)
 def _source_engine(request: pytest.FixtureRequest) -> None:
     """What is marked `hf` needs torch and transformers."""

@@ -97,7 +97,9 @@ class Parity:
             return ParityResult(document["verdict"], document, report)
         if document["exit_code"] == _UNAVAILABLE:
             error = document["error"]
-            missing(self._item, _unavailable(candidate, oracle, options), f"{error['message']} {error['next']}")
+            missing(
+                self._item, _unavailable(candidate, oracle, options), f"{error['message']} {error['next']}"
+            )
         pytest.fail(
             explain(
                 document, package=name, report=report, command=shlex.join(["onnx-parity", "check", *asked])
@@ -150,9 +152,7 @@ def _ordered(package: str, *options: str) -> list[str]:
     return [*options, "--", package] if package.startswith("-") else [package, *options]
 
 
-def _unavailable(
-    candidate: str | None, oracle: str | None, options: Mapping[str, OptionValue]
-) -> set[str]:
+def _unavailable(candidate: str | None, oracle: str | None, options: Mapping[str, OptionValue]) -> set[str]:
     """The gates of the engines that a check lacks; where no candidate is named, `ort-cpu` stands for all."""
     names = [candidate or "ort-cpu", oracle or "oracle"]
     if options.get("source"):

@@ -19,10 +19,6 @@ from harness.engines.hf_folder import check_model_folder
 from harness.engines.registry import parse_engine
 from harness.errors import EngineFailedError, EngineUnavailableError, InputError
 
-needs_hf = pytest.mark.skipif(
-    not ENGINE.availability().usable, reason=f"hf is not usable here: {ENGINE.availability().reason}"
-)
-
 
 def write_folder(folder: Path, *, config: object = None, files: dict[str, str] | None = None) -> Path:
     """A folder with a config and files; weights are empty files, as nothing here reads them."""
@@ -144,7 +140,7 @@ def altered(source: Path, folder: Path, change: Callable[[dict[str, Any]], None]
     return folder
 
 
-@needs_hf
+@pytest.mark.hf
 def test_it_computes_what_the_exported_graph_computes(source: Path, tmp_path: Path) -> None:
     """The oracle on the graph shares no code with torch: in float64 both agree to float32's rounding.
 
@@ -165,7 +161,7 @@ def test_it_computes_what_the_exported_graph_computes(source: Path, tmp_path: Pa
     assert list(top.token_ids) == list(np.argsort(-session.copy_out(logits)[0, -1])[:3])
 
 
-@needs_hf
+@pytest.mark.hf
 def test_what_runs_stands_in_the_report(source: Path) -> None:
     """Precision, attention and versions; the vocabulary is that of the head."""
     session = ENGINE.open(source, {"threads": 1})
@@ -182,7 +178,7 @@ def test_what_runs_stands_in_the_report(source: Path) -> None:
         session.run({}, ())
 
 
-@needs_hf
+@pytest.mark.hf
 def test_a_missing_weight_is_refused_and_never_made_up(source: Path, tmp_path: Path) -> None:
     """Transformers would draw it at random and go on."""
     lost = "model.layers.1.mlp.up_proj.weight"
@@ -191,14 +187,14 @@ def test_a_missing_weight_is_refused_and_never_made_up(source: Path, tmp_path: P
         ENGINE.open(folder, {})
 
 
-@needs_hf
+@pytest.mark.hf
 def test_a_tied_head_is_no_missing_weight(tmp_path: Path) -> None:
     """It is written once, as the embedding."""
     session = ENGINE.open(TinySource(tied=True).save(tmp_path), {})
     assert session.inventory.outputs[0].shape == ("batch", "sequence", TinySource().vocab)
 
 
-@needs_hf
+@pytest.mark.hf
 def test_a_weight_of_another_shape_is_refused(source: Path, tmp_path: Path) -> None:
     """Also where transformers was told to pass over it, which it would fill with random numbers."""
 
@@ -211,7 +207,7 @@ def test_a_weight_of_another_shape_is_refused(source: Path, tmp_path: Path) -> N
         ENGINE.open(altered(source, tmp_path, cut), {})
 
 
-@needs_hf
+@pytest.mark.hf
 def test_a_weight_that_the_model_does_not_take_is_counted(source: Path, tmp_path: Path) -> None:
     """A config with too few layers leaves weights over, and the report shows how many."""
 
@@ -222,7 +218,7 @@ def test_a_weight_that_the_model_does_not_take_is_counted(source: Path, tmp_path
     assert session.info.settings["unused_weights"] == 1
 
 
-@needs_hf
+@pytest.mark.hf
 @pytest.mark.parametrize(
     ("name", "content"),
     [("model.safetensors", "not safetensors"), ("config.json", '{"model_type": "no-such-model"}')],
@@ -238,7 +234,7 @@ def test_what_transformers_cannot_load_is_said_in_one_line(
     assert "\n" not in raised.value.message
 
 
-@needs_hf
+@pytest.mark.hf
 def test_code_that_comes_with_a_model_is_not_run(source: Path, tmp_path: Path) -> None:
     """A config may name Python files of its own; whoever trusts them can load them elsewhere."""
     altered(source, tmp_path, lambda weights: None)
