@@ -1,0 +1,72 @@
+"""`python -m suites.exporters`: build tiny packages with real exporters, and check them.
+
+`build` and `peers` run in an exporter's environment, `configure` and `check` in ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from suites.exporters.recipes import EXPORTERS
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m suites.exporters", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    build = verbs.add_parser("build", help="write packages, and what their source models say")
+    build.add_argument("exporter", choices=EXPORTERS)
+    build.add_argument("--again", action="store_true", help="also what is built already")
+    verbs.add_parser("configure", help="give packages the genai_config.json that is derived from their graph")
+    verbs.add_parser("peers", help="let onnxruntime-genai generate from every package that it can load")
+    check = verbs.add_parser("check", help="check every package, and write the matrix")
+    check.add_argument("--matrix", type=Path, metavar="FILE.json", help="where the matrix goes")
+    check.add_argument("--table", type=Path, metavar="FILE.md", help="where it goes as a table")
+    table = verbs.add_parser("table", help="write the table of a matrix anew")
+    table.add_argument("--matrix", type=Path, metavar="FILE.json", required=True)
+    table.add_argument("--table", type=Path, metavar="FILE.md", required=True)
+    for verb in verbs.choices.values():
+        if verb is not table:
+            verb.add_argument("--in", dest="folder", type=Path, required=True, metavar="DIR", help="build folder")
+            verb.add_argument("--only", nargs="+", default=(), metavar="NAME", help="packages")
+    return parser
+
+
+def main() -> int:
+    """Exit status: 1 if a failure of the matrix has no attribution, else 0: an exporter's failure is a result."""
+    given = _arguments().parse_args()
+    # Each verb imports its own: what runs beside an exporter has not our runtime, and the other way round.
+    if given.verb == "build":
+        from suites.exporters.building import build
+
+        build(given.exporter, given.folder, only=given.only, again=given.again)
+    elif given.verb == "peers":
+        from suites.exporters.peers import write_peers
+
+        write_peers(given.folder, only=given.only)
+    elif given.verb == "configure":
+        from suites.exporters.configuring import configure
+
+        configure(given.folder, only=given.only)
+    elif given.verb == "check":
+        from suites.exporters.checking import check
+        from suites.exporters.table import matrix_of, table_of
+
+        matrix = matrix_of(check(given.folder, only=given.only))
+        if given.matrix is not None:
+            given.matrix.write_text(json.dumps(matrix, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        if given.table is not None:
+            given.table.write_text(table_of(matrix), encoding="utf-8")
+        return int(any(row["attribution"] == "unknown" for row in matrix["rows"]))
+    else:
+        from suites.exporters.table import table_of
+
+        matrix = json.loads(given.matrix.read_text(encoding="utf-8"))
+        given.table.write_text(table_of(matrix), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

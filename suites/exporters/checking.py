@@ -1,0 +1,220 @@
+"""Check what the exporters built: runs in our environment, through the command that users have.
+
+For each package: the topology is derived and compared with what the exporter's own configuration declares and
+with the layers of the source model's cache; ONNX Runtime decodes it and the oracle verifies every token; and the
+tokens of the source model, recorded where it was built, are the third witness.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from harness.cli.app import app
+from suites.exporters.attribution import attribute
+from suites.exporters.recipes import EXPORTERS
+
+__all__ = ["check", "check_package"]
+
+_CANDIDATE = "ort-cpu"
+_SIDECARS = ("genai_config.json", "inference_metadata.yaml")
+
+
+def check(folder: Path, *, only: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """The rows of the matrix: one for each record below the build folder, in the exporters' order.
+
+    Args:
+        folder: the build folder.
+        only: names of packages; empty for all.
+    """
+    for exporter in EXPORTERS:
+        for path in sorted((folder / exporter / "records").glob("*.json")):
+            if not only or path.stem in only:
+                yield check_package(folder / exporter, path.stem)
+
+
+def check_package(folder: Path, name: str) -> dict[str, Any]:
+    """The row of one package.
+
+    Args:
+        folder: what one exporter built.
+        name: of the package.
+    """
+    record = json.loads((folder / "records" / f"{name}.json").read_text(encoding="utf-8"))
+    recipe = record["recipe"]
+    package, source = folder / "packages" / name, folder / "sources" / recipe["source"]["name"]
+    row: dict[str, Any] = {
+        "package": name,
+        "exporter": recipe["exporter"],
+        "architecture": recipe["source"]["name"],
+        "family": recipe["source"]["family"],
+        "variant": recipe["variant"],
+        "precision": recipe["precision"],
+        "distributions": record["distributions"],
+        "build_error": record["error"],
+        "configuration": None,
+        "topology": None,
+        "layers": None,
+        "decode": None,
+        "source": None,
+    }
+    if record["error"] is None:
+        witness = json.loads((source / "witness.json").read_text(encoding="utf-8"))
+        derived = _derive(package, "--ignore-declared")
+        row["topology"] = _topology(derived)
+        row["configuration"] = _configuration(package, derived)
+        row["layers"] = _layers(derived, witness["cache"])
+        report = _decode(package, source, witness)
+        row["decode"] = _decoded(report)
+        row["source"] = _source(report, witness, precision=recipe["precision"])
+    row["attribution"], row["evidence"] = attribute(row)
+    return row
+
+
+def _run(*arguments: str) -> dict[str, Any]:
+    """One call of the command, and the document that it prints."""
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    lines = result.stdout.splitlines()
+    if not lines:
+        shown = "".join(result.stderr.splitlines()[-1:]) or repr(result.exception)
+        return {"error": {"message": f"no document: {shown}", "next": ""}, "exit_code": result.exit_code}
+    return dict(json.loads(lines[-1]))
+
+
+def _derive(package: Path, *options: str) -> dict[str, Any]:
+    return _run("derive", str(package), *options)
+
+
+def _topology(document: Mapping[str, Any]) -> dict[str, Any]:
+    io = document.get("io") or {}
+    return {
+        "outcome": document.get("outcome"),
+        "kv_inputs": len(io.get("kv_inputs") or ()),
+        "state_pairs": len(io.get("state_pairs") or ()),
+        "static_cache": bool(io.get("static_cache")),
+        "error": _error(document),
+    }
+
+
+def _error(document: Mapping[str, Any]) -> str | None:
+    """The one line of what went wrong; None where nothing did."""
+    refusal, error = document.get("refusal"), document.get("error")
+    if refusal:
+        return f"{refusal['code']}: {refusal['message']}"
+    return str(error["message"]) if error else None
+
+
+def _configuration(package: Path, derived: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Whether the exporter's own configuration gives every port the role that was derived for it.
+
+    None where the exporter wrote none.
+    """
+    files = [name for name in _SIDECARS if (package / name).is_file()]
+    if not files:
+        return None
+    declared = _derive(package)
+    differs = {name for (_, name), _ in {*_roles(declared).items()} ^ {*_roles(derived).items()}}
+    named = [port for port in declared.get("ports") or () if any(file in port["because"] for file in files)]
+    whole = declared.get("outcome") == "declared"
+    return {
+        "files": files,
+        "outcome": declared.get("outcome"),
+        # A part of them is enough: the rest is derived with what is declared, and must come out the same.
+        "ports": len(declared["ports"]) if whole else len(named),
+        "agrees": not differs and (whole or bool(named)),
+        "differs": sorted(differs)[:8],
+        "error": _error(declared),
+    }
+
+
+def _roles(document: Mapping[str, Any]) -> dict[tuple[str, str], tuple[str, str | None]]:
+    ports: Sequence[Mapping[str, Any]] = document.get("ports") or ()
+    return {(port["direction"], port["name"]): (port["role"], port["pair"]) for port in ports}
+
+
+def _layers(derived: Mapping[str, Any], cache: Mapping[str, list[int]] | None) -> dict[str, Any] | None:
+    """How many layers keep keys and values, and how many keep states: in the graph and in the source model.
+
+    None where the source model keeps its cache in a form of its own.
+    """
+    if cache is None or derived.get("outcome") != "derived":
+        return None
+    ports = [port for port in derived["ports"] if port["direction"] == "input"]
+    graph = {
+        "kv": len({port["layer"] for port in ports if port["role"] in {"kv_key", "kv_value", "kv_fused"}}),
+        "states": len({port["layer"] for port in ports if port["role"] == "state"}),
+    }
+    wanted = {kind: len(layers) for kind, layers in cache.items()}
+    return {"graph": graph, "source": wanted, "agrees": graph == wanted}
+
+
+def _decode(package: Path, source: Path, witness: Mapping[str, Any]) -> dict[str, Any]:
+    prompts = [f"--prompt-ids={','.join(map(str, trace['prompt_ids']))}" for trace in witness["prompts"]]
+    inputs = source / "inputs.npz"
+    given = ["--inputs", str(inputs)] if inputs.is_file() else []
+    count = len(witness["prompts"][0]["token_ids"])
+    arguments = ["check", str(package), "--candidate", _CANDIDATE, "--max-new-tokens", str(count), *prompts, *given]
+    runner = CliRunner()
+    with runner.isolated_filesystem():  # where the report goes
+        document = _run(*arguments)
+        if document.get("exit_code") == 2:
+            # What its configuration says cannot even be read: that is in the row, and here is the rest.
+            document = _run(*arguments, "--ignore-declared")
+    return document
+
+
+def _decoded(report: Mapping[str, Any]) -> dict[str, Any]:
+    prompts = report.get("prompts") or []
+    failures = [p["failure"] for p in prompts if p.get("failure")] or [(report.get("candidate") or {}).get("failure")]
+    divergence = next((p["first_divergence"] for p in prompts if p.get("first_divergence")), None)
+    margins = [p["min_margin"] for p in prompts if p.get("min_margin") is not None]
+    return {
+        "engine": f"{_CANDIDATE} {version('onnxruntime-gpu')}",
+        "verdict": report.get("verdict"),
+        "exit_code": report.get("exit_code"),
+        "tokens": sum(len(p["candidate_ids"]) for p in prompts),
+        "min_margin": min(margins, default=None),
+        "first_divergence": divergence,
+        "failure": failures[0],
+        "error": _error(report),
+    }
+
+
+def _source(report: Mapping[str, Any], witness: Mapping[str, Any], *, precision: str) -> dict[str, Any] | None:
+    """Where the source model's own tokens part from the oracle's, and by how much each side would have it so.
+
+    None where the oracle decoded nothing. A package of another precision is another model: what is said of it
+    blames nobody.
+    """
+    prompts = report.get("prompts") or []
+    if not prompts or not all(p["oracle_ids"] for p in prompts):
+        return None
+    parted = None
+    for number, (prompt, trace) in enumerate(zip(prompts, witness["prompts"], strict=True)):
+        pairs = zip(prompt["oracle_ids"], trace["token_ids"], strict=False)
+        index = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        if index is not None and parted is None:
+            top = trace["top"][index]
+            ours = prompt["oracle_ids"][index]
+            behind = next((top[0][1] - logit for token, logit in top if token == ours), None)
+            parted = {
+                "prompt": number,
+                "index": index,
+                "source_token": trace["token_ids"][index],
+                "oracle_token": ours,
+                # How far the source model puts the oracle's token behind its own; None: further than its top.
+                "source_margin": behind,
+            }
+    return {
+        "engine": witness["engine"],
+        "agrees": parted is None,
+        "judged": precision == "fp32",
+        "tokens": sum(len(trace["token_ids"]) for trace in witness["prompts"]),
+        "min_margin": min(step[0][1] - step[1][1] for trace in witness["prompts"] for step in trace["top"]),
+        "first_difference": parted,
+    }
