@@ -20,7 +20,18 @@ import numpy as np
 from harness.oracle.node import Residency, Tensor
 from harness.oracle.workers import Claims, share
 
-__all__ = ["Deferred", "DenseMatrix", "Matrix", "Projection", "ResidentMatrix", "product", "together"]
+__all__ = [
+    "Deferred",
+    "DenseMatrix",
+    "Matrix",
+    "Projection",
+    "ResidentMatrix",
+    "multiply_in_chunks",
+    "narrow_tile_rows",
+    "product",
+    "tile_scratch",
+    "together",
+]
 
 _SHARED_FROM = 1 << 23
 """Multiplications from which a product is worth a helper: some tenths of a millisecond of one processor."""
@@ -177,7 +188,7 @@ class DenseMatrix:
 
     def tile_rows(self, tokens: int) -> int:
         """Of those that must be widened."""
-        return min(_NARROW_ROWS, _in_tiles(self.rows, 4))
+        return narrow_tile_rows(self.rows)
 
     def arranged(self, tokens: Tensor) -> Tensor:
         """In order."""
@@ -185,27 +196,60 @@ class DenseMatrix:
 
     def scratch(self, rows: int, tokens: int) -> Any:
         """Where a tile is widened, and a part of the sum."""
-        depth = min(self.depth, _NARROW_DEPTH)
-        order: Any = "C" if self.array.strides[0] >= self.array.strides[1] else "F"
-        return np.empty((rows, depth), self.dtype, order), np.empty((rows, tokens), self.dtype)
+        in_columns = self.array.strides[0] < self.array.strides[1]
+        return tile_scratch(rows, self.depth, tokens, self.dtype, in_columns=in_columns)
 
     def multiply(self, start: int, stop: int, columns: Tensor, out: Tensor, scratch: Any) -> None:
         """Chunk by chunk along the sum, each widened; what need not be, `product` multiplies by itself."""
-        wide, part = scratch
-        count = stop - start
-        for first in range(0, self.depth, _NARROW_DEPTH):
-            last = min(first + _NARROW_DEPTH, self.depth)
-            tile = wide[:count, : last - first]
+
+        def make(first: int, last: int, tile: Tensor) -> None:
             widen_into(self.array[start:stop, first:last], tile)
-            if first == 0:
-                np.matmul(tile, columns[first:last], out=out)
-            else:
-                np.matmul(tile, columns[first:last], out=part[:count])
-                out += part[:count]
+
+        multiply_in_chunks(make, self.depth, columns, out, scratch)
 
     def fill(self, start: int, stop: int, out: Tensor) -> None:
         """Widened."""
         widen_into(self.array[start:stop], out)
+
+
+def narrow_tile_rows(rows: int) -> int:
+    """Rows of the tiles in which a weight of `rows` rows is widened."""
+    return min(_NARROW_ROWS, _in_tiles(rows, 4))
+
+
+def tile_scratch(
+    rows: int, depth: int, tokens: int, dtype: np.dtype[Any], *, in_columns: bool
+) -> tuple[Tensor, Tensor]:
+    """Where a tile of `rows` rows is widened, and a part of its sum, for `multiply_in_chunks`.
+
+    The tile's columns are contiguous where they are in the file, that is, `in_columns`.
+    """
+    order: Any = "F" if in_columns else "C"
+    return np.empty((rows, min(depth, _NARROW_DEPTH)), dtype, order), np.empty((rows, tokens), dtype)
+
+
+def multiply_in_chunks(
+    make: Callable[[int, int, Tensor], None],
+    depth: int,
+    columns: Tensor,
+    out: Tensor,
+    scratch: tuple[Tensor, Tensor],
+) -> None:
+    """Write the product of a tile with `columns` [depth, M] to `out`, chunk by chunk along the sum.
+
+    `make(first, last, tile)` writes the columns `first` to `last` of the tile.
+    """
+    wide, part = scratch
+    count = len(out)
+    for first in range(0, depth, _NARROW_DEPTH):
+        last = min(first + _NARROW_DEPTH, depth)
+        tile = wide[:count, : last - first]
+        make(first, last, tile)
+        if first == 0:
+            np.matmul(tile, columns[first:last], out=out)
+        else:
+            np.matmul(tile, columns[first:last], out=part[:count])
+            out += part[:count]
 
 
 def _in_tiles(rows: int, count: int, unit: int = 64) -> int:

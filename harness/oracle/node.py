@@ -12,6 +12,7 @@ from harness.errors import InputError
 from harness.oracle.precision import Array, Precision, file_dtype
 
 if TYPE_CHECKING:
+    from harness.oracle.dequantised import Dequantised
     from harness.oracle.executor import Body
 
 __all__ = ["Compute", "Node", "Residency", "Tensor", "UnsupportedFeatureError"]
@@ -63,6 +64,8 @@ class Node:
         constants: inputs known at planning, by position.
         types: for each input its declared type, where planning knows it.
         names: for each input its name in the file, empty for an absent one.
+        streamed: constant weights that the kernel makes of their codes itself, by position; when it runs, it
+            gets None for them.
     """
 
     domain: str
@@ -77,6 +80,7 @@ class Node:
     constants: Mapping[int, Array] = field(default_factory=dict)
     types: Sequence[np.dtype[Any] | None] = ()
     names: Sequence[str] = ()
+    streamed: Mapping[int, Dequantised] = field(default_factory=dict)
 
     def has_input(self, index: int) -> bool:
         """Whether input `index` is given."""

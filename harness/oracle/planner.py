@@ -6,7 +6,9 @@ Every operator that is missing is found here, before anything runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import onnx
 
 from harness.errors import EngineFailedError, InputError, ParityError
 from harness.oracle.declared import keeping_types
+from harness.oracle.dequantised import Dequantised
 from harness.oracle.executor import ABSENT, DISCARD, Body, Step
 from harness.oracle.functions import Functions
 from harness.oracle.kernels import LEFT_OUT, find, operator_version
@@ -100,7 +103,8 @@ class Planner:
         if graph.sparse_initializer:
             self._lack("sparse weights", f"initialiser {graph.sparse_initializer[0].values.name}")
         for tensor in graph.initializer:
-            scope.names[tensor.name] = Constant(self._reader.array(tensor))
+            packed = self._reader.packed(tensor)
+            scope.names[tensor.name] = Constant(self._reader.array(tensor) if packed is None else packed)
         scope.declare([*graph.input, *graph.value_info, *graph.output])
         inputs = []
         for port in graph.input:
@@ -153,7 +157,46 @@ class Planner:
                 self._lack(what, f"node {label_of(node, scope)}")
                 self._placeholders(node, scope)
             else:
-                self._bind(node, domain, version, entry, scope, read)
+                plan = partial(self._bind, node, domain, version, entry, scope, read)
+                standard = domain == "" and len(node.output) == 1 and node.output[0]
+                weight = self._dequantised(node, scope, plan) if standard else None
+                if weight is None:
+                    plan()
+                else:
+                    scope.names[node.output[0]] = weight
+
+    def _dequantised(
+        self, node: onnx.NodeProto, scope: Scope, plan: Callable[[], None]
+    ) -> Dequantised | None:
+        """What DequantizeLinear makes of constants, or that turned: planned only where it is read whole."""
+        if self._precision.rounding or node.op_type not in ("DequantizeLinear", "Transpose"):
+            return None
+        given = [scope.find(name) if name else ABSENT for name in node.input]
+        found = list(resolved(node.attribute, scope))
+        if node.op_type == "Transpose":
+            weight = given[0] if given else None
+            turned = all(list(item.ints) == [1, 0] for item in found)
+            return weight.transposed(plan) if isinstance(weight, Dequantised) and turned else None
+        numbers = {item.name: item.i for item in found if item.type == onnx.AttributeProto.INT}
+        constant = all(isinstance(value, Constant) or value == ABSENT for value in given)
+        if len(given) < 2 or not constant or len(numbers) < len(found):
+            return None
+        codes, scale, zero = [*given, ABSENT][:3]
+        if not isinstance(codes, Constant) or not isinstance(scale, Constant):
+            return None
+        dtype = self._precision.held(scale.stored.dtype)
+        named = numbers.get("output_dtype", 0)
+        size = math.prod(codes.stored.shape) * dtype.itemsize
+        if size <= _SMALL or (named and self._precision.holding(named) != dtype):
+            return None
+        return Dequantised.of(
+            codes.stored,
+            self._precision.widen(scale.array),
+            zero.array if isinstance(zero, Constant) else None,
+            axis=numbers.get("axis", 1),
+            block=numbers.get("block_size", 0),
+            whole=plan,
+        )
 
     def _inline(self, node: onnx.NodeProto, function: onnx.FunctionProto, scope: Scope) -> None:
         """Plan the nodes of a function in place of the node that calls it."""
@@ -193,7 +236,15 @@ class Planner:
         function here, so that it costs nothing where it is not asked for.
         """
         label = label_of(node, scope)
-        values = [self._value(name, scope, label) if name else ABSENT for name in node.input]
+        streamed = {
+            index: value
+            for index in entry.streams
+            if index < len(node.input) and isinstance(value := scope.find(node.input[index]), Dequantised)
+        }
+        values = [
+            self._value(name, scope, label) if name and index not in streamed else ABSENT
+            for index, name in enumerate(node.input)
+        ]
         attributes, captured = self._attributes(node, scope, label)
         # Kernels that do not compute pass values on as they are carried, which bodies expect too.
         passes = entry.moves or (self._precision.rounding and _has_body(attributes))
@@ -215,11 +266,12 @@ class Planner:
             precision=self._precision,
             residency=self._budget,
             attributes=attributes,
-            present=[value != ABSENT for value in values],
+            present=[value != ABSENT or index in streamed for index, value in enumerate(values)],
             wanted=[name in read for name in node.output],
             constants=known,
             types=[scope.type_of(name) if name else None for name in node.input],
             names=tuple(node.input),
+            streamed=streamed,
         )
         rounds = self._precision.rounding and not passes
         try:
@@ -328,7 +380,10 @@ class Planner:
 
     def _value(self, name: str, scope: Scope, reader: str) -> Value:
         value = scope.find(name)
-        if value is None:
+        if isinstance(value, Dequantised):
+            value.whole()
+            value = scope.find(name)
+        if value is None or isinstance(value, Dequantised):
             raise InputError(
                 f"Value {name} is read by {reader}, but no node, input or initialiser of "
                 f"{self._reader.path.name} produces it.",

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harness.oracle.executor import ABSENT, Step
 from harness.oracle.precision import Array, file_dtype
+from harness.oracle.weights import Packed
 
 if TYPE_CHECKING:
     import numpy as np
     import onnx
+
+    from harness.oracle.dequantised import Dequantised
 
 __all__ = ["Constant", "Draft", "Scope", "Value"]
 
@@ -20,19 +23,26 @@ class Constant:
     """A value known at planning.
 
     Attributes:
-        array: as in the file, or as computed.
+        stored: as in the file, or as computed; elements of a few bits may still be packed.
         wide: in the dtype that holds it; None while nobody asked, or where the budget is spent.
     """
 
-    __slots__ = ("array", "wide")
+    __slots__ = ("stored", "wide")
 
-    def __init__(self, array: Array) -> None:
-        self.array = array
+    def __init__(self, stored: Array | Packed) -> None:
+        self.stored = stored
         self.wide: Array | None = None
+
+    @property
+    def array(self) -> Array:
+        """An element each; unpacked now if it was not."""
+        if isinstance(self.stored, Packed):
+            self.stored = self.stored.unpacked()
+        return self.stored
 
 
 Value: TypeAlias = "int | Constant"
-"""What a name stands for: a slot of the body at hand, or a constant."""
+"""What a name stands for when a node reads it: a slot of the body at hand, or a constant."""
 
 
 @dataclass(slots=True)
@@ -92,10 +102,10 @@ class Scope:
     outer: Scope | None = None
     attributes: Mapping[str, onnx.AttributeProto] = field(default_factory=dict)
     path: str = ""
-    names: dict[str, Value] = field(default_factory=dict)
+    names: dict[str, Value | Dequantised] = field(default_factory=dict)
     types: dict[str, np.dtype[Any]] = field(default_factory=dict)
 
-    def find(self, name: str) -> Value | None:
+    def find(self, name: str) -> Value | Dequantised | None:
         """What `name` stands for in this body; outer values are captured."""
         value = self.names.get(name)
         if value is None and self.outer is not None:
@@ -116,7 +126,7 @@ class Scope:
         """The declared type of `name`, as far as the file says it or a constant has it."""
         known = self.names.get(name)
         if isinstance(known, Constant):
-            return known.array.dtype
+            return known.stored.dtype
         if name in self.types or self.outer is None:
             return self.types.get(name)
         return self.outer.type_of(name)

@@ -6,8 +6,10 @@ the arrays are views that the operating system pages in when they are read.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,7 +21,7 @@ from harness import wire
 from harness.errors import InputError
 from harness.oracle.precision import Array, file_dtype
 
-__all__ = ["TensorReader", "attribute_value", "read_model"]
+__all__ = ["Packed", "TensorReader", "attribute_value", "read_model"]
 
 
 _INSIDE_FROM = 4096
@@ -161,15 +163,35 @@ class TensorReader:
         if tensor.data_type == onnx.TensorProto.STRING:
             return self._strings(tensor)
         shape = tuple(tensor.dims)
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            return self._typed(tensor, self._external(tensor), shape)
-        if tensor.HasField("raw_data"):
-            return self._typed(tensor, memoryview(tensor.raw_data), shape)
+        data = self._data(tensor)
+        if data is not None:
+            typed = self._typed(tensor, data, shape)
+            return typed.unpacked() if isinstance(typed, Packed) else typed
         try:
             # Values in typed fields are decoded element by element; only small tensors come so.
             return onnx.numpy_helper.to_array(tensor)
         except ValueError as error:
             raise self._broken(tensor, str(error)) from error
+
+    def packed(self, tensor: onnx.TensorProto) -> Packed | None:
+        """The values of `tensor` as the file packs them; None where it does not.
+
+        Raises:
+            InputError: as `array`.
+        """
+        if tensor.data_type in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
+            return None
+        if _packed_bits(file_dtype(tensor.data_type, of=f"tensor {tensor.name}")) is None:
+            return None
+        data = self._data(tensor)
+        typed = None if data is None else self._typed(tensor, data, tuple(tensor.dims))
+        return typed if isinstance(typed, Packed) else None
+
+    def _data(self, tensor: onnx.TensorProto) -> memoryview | None:
+        """The bytes of a tensor; None where it has values instead."""
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            return self._external(tensor)
+        return memoryview(tensor.raw_data) if tensor.HasField("raw_data") else None
 
     def _strings(self, tensor: onnx.TensorProto) -> Array:
         text = [item.decode("utf-8", "replace") for item in tensor.string_data]
@@ -177,8 +199,8 @@ class TensorReader:
         array[:] = text
         return array.reshape(tuple(tensor.dims))
 
-    def _typed(self, tensor: onnx.TensorProto, data: memoryview, shape: tuple[int, ...]) -> Array:
-        """`data` as an array of the tensor's type and shape, without a copy where a byte is an element."""
+    def _typed(self, tensor: onnx.TensorProto, data: memoryview, shape: tuple[int, ...]) -> Array | Packed:
+        """`data` as values of the tensor's type and shape, without a copy."""
         count = int(np.prod(shape, dtype=np.int64))
         dtype = file_dtype(tensor.data_type)
         bits = _packed_bits(dtype)
@@ -187,12 +209,7 @@ class TensorReader:
             raise self._broken(tensor, f"it has {len(data)} bytes where its shape asks {wanted}")
         if bits is None:
             return np.frombuffer(data, dtype=dtype).reshape(shape)
-        codes = _codes(np.frombuffer(data, dtype=np.uint8), bits)[:count]
-        if not dtype.name.startswith("int"):
-            return codes.view(dtype).reshape(shape)
-        # Two's complement: codes with the highest bit are negative.
-        values: Array = codes.astype(np.int8) - (codes >> (bits - 1)).astype(np.int8) * 2**bits
-        return values.astype(dtype).reshape(shape)
+        return Packed(np.frombuffer(data, dtype=np.uint8), dtype, shape, bits)
 
     def _external(self, tensor: onnx.TensorProto) -> memoryview:
         """The bytes of an external tensor, as a view into its mapped file."""
@@ -245,6 +262,53 @@ class TensorReader:
             f"Tensor {tensor.name or '(unnamed)'} of {self.path.name} cannot be read: {reason}.",
             next_action="Export or copy the file again.",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Elements of a few bits as a file packs them, lowest bits first.
+
+    Attributes:
+        data: the bytes, flat.
+        dtype: of the elements.
+        shape: of the tensor.
+        bits: of an element.
+    """
+
+    data: Array
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    bits: int
+
+    def unpacked(self) -> Array:
+        """All of them, an element each."""
+        return self._values(0, math.prod(self.shape)).reshape(self.shape)
+
+    def __getitem__(self, part: tuple[slice, slice]) -> Array:
+        """The elements of some rows and columns of a matrix, the only ones that are unpacked."""
+        rows, columns = (range(extent)[along] for extent, along in zip(self.shape, part, strict=True))
+        width, per_byte = self.shape[1], 8 // self.bits
+        if width % per_byte or 8 % self.bits:
+            # Rows begin anywhere in a byte.
+            return self._values(rows.start * width, len(rows) * width).reshape(-1, width)[:, part[1]]
+        first, last = columns.start // per_byte, -(-columns.stop // per_byte)
+        packed = self.data.reshape(self.shape[0], -1)[part[0], first:last]
+        codes = _codes(packed.reshape(-1), self.bits).reshape(len(rows), -1)
+        skip = columns.start - first * per_byte
+        return self._typed(codes[:, skip : skip + len(columns)])
+
+    def _values(self, start: int, count: int) -> Array:
+        first = start * self.bits // 8
+        codes = _codes(self.data[first : -(-(start + count) * self.bits // 8)], self.bits)
+        skip = start - first * 8 // self.bits
+        return self._typed(codes[skip : skip + count])
+
+    def _typed(self, codes: Array) -> Array:
+        if not self.dtype.name.startswith("int"):
+            return codes.view(self.dtype)
+        # Two's complement: codes with the highest bit are negative.
+        values: Array = codes.astype(np.int8) - (codes >> (self.bits - 1)).astype(np.int8) * 2**self.bits
+        return values.astype(self.dtype)
 
 
 def _packed_bits(dtype: np.dtype[Any]) -> int | None:

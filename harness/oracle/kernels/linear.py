@@ -16,12 +16,14 @@ from harness.oracle.matrix import DenseMatrix, Projection, ResidentMatrix
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
 
-@kernel("MatMul", (1, 9, 13), raw=(1,))
+@kernel("MatMul", (1, 9, 13), raw=(1,), streams=(1,))
 def _matmul(node: Node) -> Compute:
     """`a @ b` as numpy's matmul: [.., M, K] @ [.., K, N] to [.., M, N], leading axes broadcast.
 
     With a constant matrix b all rows of a go into one product, as numpy would make one a batch.
     """
+    if 1 in node.streamed:
+        return Projection(node.streamed[1].weight(node.residency, in_columns=True))
     constant = node.constant(1)
     if constant is None:
         return np.matmul
@@ -33,11 +35,14 @@ def _matmul(node: Node) -> Compute:
     return Projection(ResidentMatrix(DenseMatrix(constant.T, dtype), node.residency))
 
 
-@kernel("Gemm", (7, 9, 11, 13), raw=(1,))
+@kernel("Gemm", (7, 9, 11, 13), raw=(1,), streams=(1,))
 def _gemm(node: Node) -> Compute:
     """`alpha a' @ b' + beta c`, where ' transposes as `transA` and `transB` say; c broadcasts to [M, N]."""
     alpha, beta = node.number("alpha", 1.0), node.number("beta", 1.0)
     flip_a, flip_b = bool(node.integer("transA", 0)), bool(node.integer("transB", 0))
+    if 1 in node.streamed:
+        streamed = node.streamed[1].weight(node.residency, in_columns=not flip_b)
+        return Projection(streamed, alpha, flip_a, 2, beta)
     constant = node.constant(1)
     if constant is not None and constant.ndim != 2:
         raise UnsupportedFeatureError(f"a B of rank {constant.ndim}, where a matrix is due")

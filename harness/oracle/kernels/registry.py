@@ -43,12 +43,14 @@ class Kernel:
         raw: positions of inputs whose constants it takes in the dtype of the file, not widened.
         moves: it only moves elements, so that constants of any dtype pass through it as they are.
         pure: the same inputs give the same outputs, so that a node of constants is computed once.
+        streams: positions of inputs that it takes as codes with scales (`Node.streamed`).
     """
 
     bind: Bind
     raw: tuple[int, ...] = ()
     moves: bool = False
     pure: bool = True
+    streams: tuple[int, ...] = ()
 
 
 LEFT_OUT: dict[tuple[str, str], str] = {
@@ -85,11 +87,12 @@ def kernel(
     raw: tuple[int, ...] = (),
     moves: bool = False,
     pure: bool = True,
+    streams: tuple[int, ...] = (),
 ) -> Callable[[Bind], Bind]:
     """Decorator: register `bind` for `op_type`; see `Kernel` for the options."""
 
     def add(bind: Bind) -> Bind:
-        register(op_type, since, Kernel(bind, raw, moves, pure), domain=domain)
+        register(op_type, since, Kernel(bind, raw, moves, pure, streams), domain=domain)
         return bind
 
     return add

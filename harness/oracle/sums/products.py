@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from harness.oracle.dequantised import Dequantised
 from harness.oracle.precision import Array, is_float
 from harness.oracle.sums.probe import BINADES, TERMS, KnownSums, Probe, Site, spread
+from harness.oracle.weights import Packed
 
 __all__ = ["blockwise", "gemm", "matmul"]
 
@@ -107,6 +109,8 @@ def matmul(site: Site) -> KnownSums | None:
         return None
     flips = [bool(node.integer(f"trans{name}", 0)) for name in "AB"]
     alpha = node.number("alpha", 1.0) if node.op_type == "FusedMatMul" else 1.0
+    if 1 in node.streamed:
+        return _coded(node.streamed[1]).asked(f"MatMul, {_kind(site)}", site)
     if weight is None or site.constants[0] is not None:
         return _free_product(site, alpha, flips)
     if not is_float(weight.dtype) or weight.ndim < 2:
@@ -122,6 +126,55 @@ def matmul(site: Site) -> KnownSums | None:
         scale=alpha,
     )
     return found.asked(f"{node.op_type}, {weight.dtype.name} weights", site)
+
+
+def _kind(site: Site) -> str:
+    return f"{site.node.streamed[1].codes.dtype.name} weights through DequantizeLinear"
+
+
+def _coded(weight: Dequantised, *, flipped: bool = False) -> _Weight:
+    """A weight B [K, N] of codes ([N, K] if `flipped`), worked out from the bytes element by element."""
+    in_rows = weight.turned == flipped  # whether features j are rows of the file
+    rows, columns = weight.codes.shape
+
+    def take(support: Array) -> Array:
+        places = (support[:, None], np.arange(columns)) if in_rows else (np.arange(rows)[:, None], support)
+        zero, scale = at(weight.zero, places, 0.0), at(weight.scale, places, 1.0)
+        values: Array = (_decoded(weight.codes, *places) - zero) * scale
+        return values if in_rows else values.T
+
+    def at(values: Array | None, places: tuple[Array, Array], absent: float) -> Any:
+        if values is None or values.size == 1:
+            return absent if values is None else float(values.reshape(()))
+        if not weight.block:
+            return values[places[weight.axis]].astype(np.float64)
+        groups = [
+            place // weight.block if axis == weight.axis else place for axis, place in enumerate(places)
+        ]
+        return values[tuple(groups)].astype(np.float64)
+
+    along_sum = weight.block and in_rows == (weight.axis == 0)
+    return _Weight(
+        rows=columns if in_rows else rows,
+        depth=rows if in_rows else columns,
+        dtype=weight.dtype,
+        columns=take,
+        block=weight.block if along_sum else TERMS,
+    )
+
+
+def _decoded(codes: Packed | Array, rows: Array, columns: Array) -> Array:
+    """Elements of a matrix in float64; those of a few bits by their place among the bits of the file."""
+    if not isinstance(codes, Packed):
+        found: Array = codes[rows, columns]
+        return found.astype(np.float64)
+    place = (rows * codes.shape[1] + columns) * codes.bits
+    code: Array = (codes.data[place // 8] >> (place % 8).astype(np.uint8)) & np.uint8(2**codes.bits - 1)
+    if not is_float(codes.dtype):
+        half = 2 ** (codes.bits - 1) if codes.dtype.name.startswith("int") else 0
+        exact: Array = (code.astype(np.int64) ^ half).astype(np.float64) - half
+        return exact
+    return code.view(codes.dtype).astype(np.float64)
 
 
 def _free_product(site: Site, alpha: float, flips: list[bool]) -> KnownSums:
@@ -143,6 +196,16 @@ def _free_product(site: Site, alpha: float, flips: list[bool]) -> KnownSums:
 def gemm(site: Site) -> KnownSums | None:
     """Gemm with a constant weight."""
     node, weight = site.node, site.constants[1]
+    if 1 in node.streamed:
+        found = replace(
+            _coded(node.streamed[1], flipped=bool(node.integer("transB", 0))),
+            flat=True,
+            turned=bool(node.integer("transA", 0)),
+            scale=node.number("alpha", 1.0),
+            bias=2,
+            bias_scale=node.number("beta", 1.0),
+        )
+        return found.asked(f"Gemm, {_kind(site)}", site)
     if weight is None or not is_float(weight.dtype):
         return None
     matrix = weight.T if node.integer("transB", 0) else weight
