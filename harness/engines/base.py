@@ -204,12 +204,14 @@ class Availability:
         version: version of the runtime, None when it is not installed.
         reason: why it is not usable, one line; None when it is.
         next_action: what would make it usable; None when it is.
+        placement: the provider that its nodes run on; None where it has no placement, or is not usable.
     """
 
     usable: bool
     version: str | None = None
     reason: str | None = None
     next_action: str | None = None
+    placement: str | None = None
 
 
 class EngineOption(Protocol):

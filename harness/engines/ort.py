@@ -13,7 +13,7 @@ from harness.engines.base import Availability, Engine, EngineOption, OptionValue
 from harness.engines.options import Choice, Count, Text, complete
 from harness.engines.ort_cuda import CUDA_OPTIONS, provider_options, provider_settings
 from harness.engines.ort_device import DevicePrograms
-from harness.engines.ort_placement import CPU_PROVIDER, placement_of, require_on_device
+from harness.engines.ort_placement import CPU_PROVIDER, placed_on, placement_of, require_on_device
 from harness.engines.ort_plugin import plugin_devices
 from harness.engines.ort_runtime import (
     CUDA_PROVIDER,
@@ -64,7 +64,7 @@ class OrtCpuEngine:
 
     def availability(self) -> Availability:
         """Whether exactly one working distribution of ONNX Runtime is installed."""
-        return cpu_availability()
+        return placed_on(CPU_PROVIDER, cpu_availability())
 
     def open(self, model: Path, options: Mapping[str, OptionValue]) -> OrtSession:
         """Load `model`; see `harness.engines.base.Engine.open`.
@@ -112,7 +112,7 @@ class OrtCudaEngine:
 
     def availability(self) -> Availability:
         """Whether a session really opens on CUDA device 0."""
-        return cuda_availability()
+        return placed_on(CUDA_PROVIDER, cuda_availability())
 
     def open(self, model: Path, options: Mapping[str, OptionValue]) -> OrtSession:
         """Load `model` on CUDA; see `harness.engines.base.Engine.open`.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from harness.engines.base import Availability
 from harness.errors import InvalidRunError
 
-__all__ = ["CPU_PROVIDER", "placement_of", "require_on_device"]
+__all__ = ["CPU_PROVIDER", "placed_on", "placement_of", "require_on_device"]
 
 CPU_PROVIDER = "CPUExecutionProvider"
 
@@ -57,6 +59,11 @@ _SHAPE_ARITHMETIC = frozenset(
 By operator, because the runtime says no more about a node: one of these that works on activations is
 not seen here. Everything that multiplies matrices, normalises, attends or recurs is outside the list.
 """
+
+
+def placed_on(provider: str, found: Availability) -> Availability:
+    """What is known of an engine, with the provider that it runs on where it can be used."""
+    return replace(found, placement=provider) if found.usable else found
 
 
 def placement_of(session: Any) -> dict[str, dict[str, dict[str, int]]]:

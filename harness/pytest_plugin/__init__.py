@@ -6,6 +6,7 @@ run of which no test asks for one of the fixtures below is as it would be withou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on the GPU go to one worker, and so do the tests of a package."""
+    """Tests on a GPU go to one worker, and so do the tests of a package."""
     ours = [item for item in items if is_ours(item)]
     if ours and config.pluginmanager.hasplugin("xdist"):
         from harness.pytest_plugin.selection import group
@@ -71,7 +72,16 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 
 
 @pytest.fixture
-def parity(request: pytest.FixtureRequest, parity_report_dir: Path) -> Parity:
+def _parity_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers of pytest-xdist take turns with what there is once."""
+    from harness.pytest_plugin.selection import turn
+
+    with turn(request.node, tmp_path_factory.getbasetemp().parent):
+        yield
+
+
+@pytest.fixture
+def parity(request: pytest.FixtureRequest, parity_report_dir: Path, _parity_turn: None) -> Parity:
     """Checks packages as `onnx-parity check` does: see `Parity.check`.
 
     A test that is marked `gpu` or `real_model` is skipped, or fails, before it begins where there is none.
@@ -84,7 +94,7 @@ def parity(request: pytest.FixtureRequest, parity_report_dir: Path) -> Parity:
 
 
 @pytest.fixture
-def parity_package(request: pytest.FixtureRequest) -> Path:
+def parity_package(request: pytest.FixtureRequest, _parity_turn: None) -> Path:
     """Each package under `--parity-model-dir`, in a test of its own that is marked `real_model`."""
     from harness.pytest_plugin.gates import require_package
 
@@ -92,7 +102,7 @@ def parity_package(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def parity_engine(request: pytest.FixtureRequest) -> str:
+def parity_engine(request: pytest.FixtureRequest, _parity_turn: None) -> str:
     """Each installed engine but the oracle, in a test of its own; of `--parity-candidate` that one alone."""
     from harness.pytest_plugin.gates import require_engine
 

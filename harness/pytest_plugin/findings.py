@@ -90,7 +90,11 @@ def usable_engines() -> list[str]:
     from harness.engines.registry import installed_engines
 
     states = {engine.name: engine.availability() for engine in installed_engines()}
-    usable = [f"{name} {state.version or ''}".strip() for name, state in states.items() if state.usable]
+    usable = [
+        f"{name} {state.version or ''}".strip() + (f" on {state.placement}" if state.placement else "")
+        for name, state in states.items()
+        if state.usable
+    ]
     lines = [f"onnx-parity {version('onnx-parity')}, usable engines: {', '.join(usable) or 'none'}"]
     return lines + [
         f"onnx-parity: {name} is not usable: {state.reason}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
-from harness.pytest_plugin.settings import CANDIDATE, MODEL_DIR, folder_named_by
+from harness.pytest_plugin.settings import CANDIDATE, MODEL_DIR, folder_named_by, label
 
-__all__ = ["group", "parametrise"]
+__all__ = ["group", "parametrise", "turn"]
 
 _GPU_ENGINE = "ort-cuda"
 
@@ -32,16 +34,38 @@ def parametrise(metafunc: pytest.Metafunc) -> None:
 
 
 def group(item: pytest.Item) -> None:
-    """Put a test into the group of the GPU, or into that of its package; where it has no group of its own."""
+    """Put a test into the group of its GPU, or into that of its package; where it has no group of its own."""
     if item.get_closest_marker("xdist_group") is not None:
         return
     callspec = getattr(item, "callspec", None)
     package = None if callspec is None else callspec.params.get("parity_package")
     engine = (None if callspec is None else callspec.params.get("parity_engine")) or CANDIDATE.of(item.config)
     if item.get_closest_marker("gpu") is not None or _is_gpu(engine or ""):
-        item.add_marker(pytest.mark.xdist_group("onnx-parity-gpu"))
+        item.add_marker(pytest.mark.xdist_group(f"onnx-parity-gpu{_device(engine or '')}"))
     elif package is not None:
         item.add_marker(pytest.mark.xdist_group(f"onnx-parity-{package}"))
+
+
+@contextlib.contextmanager
+def turn(item: pytest.Item, folder: Path) -> Iterator[None]:
+    """Wait until no other worker of pytest-xdist runs a test of this test's group, and keep them waiting.
+
+    Groups alone do not see to it: they count for nothing unless tests are distributed by them, and with
+    pytest 9.2 not even then (pytest-xdist up to 3.8).
+
+    Args:
+        item: the test.
+        folder: where all workers of this run may keep a file.
+    """
+    mark = item.get_closest_marker("xdist_group")
+    if mark is None or not hasattr(item.config, "workerinput"):
+        yield
+        return
+    from filelock import FileLock
+
+    name = str(mark.args[0] if mark.args else mark.kwargs.get("name", "default"))
+    with FileLock(folder / f"{label(name)}.lock"):  # whatever ends a worker frees it
+        yield
 
 
 def _names(mark: pytest.Mark) -> list[str]:
@@ -52,6 +76,13 @@ def _names(mark: pytest.Mark) -> list[str]:
 
 def _engine(text: str) -> object:
     return pytest.param(text, id=text, marks=pytest.mark.gpu if _is_gpu(text) else ())
+
+
+def _device(engine: str) -> str:
+    """What tells the groups of several GPUs apart: empty for the first, which is that of tests in general."""
+    options = dict(part.partition("=")[::2] for part in engine.partition(":")[2].split(","))
+    number = options.get("device", "0") if _is_gpu(engine) else "0"
+    return "" if number == "0" else f"-{number}"
 
 
 def _is_gpu(engine: str) -> bool:

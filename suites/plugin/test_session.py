@@ -58,10 +58,13 @@ def test_verdicts_reach_the_table_and_junit(workers: list[str], project: pytest.
 
 
 def test_the_header_says_what_can_be_used(project: pytest.Pytester, run: Run) -> None:
-    """Versions of what is usable and the reason for what is not, once a test is there that wants to know."""
+    """Versions and placement of what is usable, the reason for what is not, once a test wants to know."""
     project.makepyfile(TWO_VERDICTS)
     run("-k", "good").stdout.fnmatch_lines(
-        ["onnx-parity *, usable engines: *oracle *ort-cpu *", "onnx-parity: absent is not usable: *"]
+        [
+            "onnx-parity *, usable engines: *oracle *ort-cpu * on CPUExecutionProvider*",
+            "onnx-parity: absent is not usable: *",
+        ]
     )
 
 
@@ -169,6 +172,61 @@ def test_tests_of_a_package_go_to_one_worker(project: pytest.Pytester, run: Run)
             "*GROUP test_plain [[][]]",
         ]
     )
+
+
+def test_each_gpu_has_a_worker_of_its_own(project: pytest.Pytester, run: Run) -> None:
+    """The device of the engine decides, whatever else its options say."""
+    project.makepyfile(
+        """
+        import pytest
+        @pytest.mark.parametrize(
+            "parity_engine",
+            ["ort-cuda", "ort-cuda:tf32=1,device=0", "ort-cuda:tf32=1,device=1", "ort-cpu:threads=1"],
+            indirect=True,
+        )
+        def test_it(parity_engine): pass
+        """
+    )
+    project.makeconftest(
+        """
+        def pytest_collection_finish(session):
+            print("GROUPS", [[m.args[0] for m in item.iter_markers("xdist_group")] for item in session.items])
+        """
+    )
+    run("--collect-only", "-q").stdout.fnmatch_lines(
+        ["*GROUPS [[][[]'onnx-parity-gpu'], [[]'onnx-parity-gpu'], [[]'onnx-parity-gpu-1'], [[]]]"]
+    )
+
+
+ALONE = """
+import os, time
+import pytest
+{mark}
+@pytest.mark.parametrize("number", range(6))
+def test_it({fixture}, number):
+    held = f"held-{{getattr({fixture}, 'name', '')}}"
+    with open(held, "x"):  # fails where another worker holds it
+        time.sleep(0.2)
+    os.remove(held)
+    with open("workers", "a") as out:
+        out.write(os.environ["PYTEST_XDIST_WORKER"] + chr(10))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fixture", "mark", "count"),
+    [("parity_package", "", 12), ("parity", "@pytest.mark.xdist_group('mine')", 6)],
+    ids=["package", "group"],
+)
+def test_workers_take_turns_with_what_there_is_once(
+    fixture: str, mark: str, count: int, project: pytest.Pytester, run: Run
+) -> None:
+    """However tests are distributed: two workers run, and never two tests of the same package or group."""
+    project.makepyfile(ALONE.format(fixture=fixture, mark=mark))
+    run("-n", "2", "--parity-model-dir=models").assert_outcomes(passed=count)
+    workers = (project.path / "workers").read_text(encoding="utf-8").split()
+    assert len(workers) == count
+    assert len(set(workers)) == 2
 
 
 def test_markers_pass_under_strict(project: pytest.Pytester, run: Run) -> None:
