@@ -193,6 +193,21 @@ def test_the_scores_that_it_shows(
     )
 
 
+@pytest.mark.parametrize("window", [-1, 3])
+@pytest.mark.parametrize("past", [0, 4])
+@pytest.mark.parametrize("new", [1, 5])
+def test_keys_and_values_of_another_layer(
+    new: int, past: int, window: int, against_ort: Callable[..., None], seeded: np.random.RandomState
+) -> None:
+    """Layers that share a cache: no rows of their own, and as the past the present of the layer that has them."""
+    caches = [floats(seeded, 1, KV_HEADS, past + new, WIDTH) for _ in range(2)]
+    inputs = inputs_of(
+        seeded, caches, past=past, new=new, extra={7: floats(seeded, 16, 8), 8: floats(seeded, 16, 8)}
+    )
+    inputs[1] = inputs[2] = floats(seeded, 1, 0, KV_HEADS * WIDTH)
+    against_ort("GroupQueryAttention", inputs, outputs=3, do_rotary=1, local_window_size=window, **ATTRIBUTES)
+
+
 def test_norms_of_queries_and_keys_come_before_the_rotation(
     run_node: Callable[..., list[np.ndarray]], seeded: np.random.RandomState
 ) -> None:

@@ -20,7 +20,7 @@ __all__ = ["capped", "combine", "merge_heads", "scores", "split_heads", "visible
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B, S, heads*D] to [B, heads, S, D], a view."""
-    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).swapaxes(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -22,10 +22,11 @@ def _group_query_attention(node: Node) -> Compute:
     query [B, S, H*D] with key and value [B, S, N*D], or all three packed in query [B, S, (H + 2 N) D];
     past and present [B, N, cache, D]. Entry b has seqlens_k[b] + 1 tokens after this call, of which S are
     new, except in a first prompt (S = total_sequence_length), where all are. Its new keys go behind its
-    old ones; query i stands at position past_b + i, sees nothing after that position, and with
-    `local_window_size` W only the last W positions. q_norm_weight and k_norm_weight [D] first scale q and k
-    to unit root mean square. With `do_rotary`, q and k are then turned at their positions (or at
-    position_ids) by tables [positions, R/2]. `smooth_softmax` adds a score of 0 without a key, head_sink [H]
+    old ones; keys and values of no rows are those of an earlier layer, whose present is then the past.
+    Query i stands at position past_b + i, sees nothing after that position, and with `local_window_size` W
+    only the last W positions. q_norm_weight and k_norm_weight [D] first scale q and k to unit root mean
+    square. With `do_rotary`, q and k are then turned at their positions (or at position_ids) by tables
+    [positions, R/2]. `smooth_softmax` adds a score of 0 without a key, head_sink [H]
     one for each head. Caches may be quantised (`cache_codec`), or of a window (`windowed`). Outputs:
     [B, S, H*D], present key and value, and with `qk_output` the capped scores and bias (1) or the weights
     (2), zero where a query may not look. Source: com.microsoft version 1.
@@ -78,7 +79,10 @@ def _group_query_attention(node: Node) -> Compute:
         if cos is not None and sin is not None:
             where = starts[:, None] + np.arange(count) if position_ids is None else position_ids
             tables = (cos[where][:, None], sin[where][:, None])
-        q, k = place(q, query_norm, tables), place(k, key_norm, tables)
+        q = place(q, query_norm, tables)
+        # Without rows of its own it reads a cache that an earlier layer has grown by this call's rows.
+        reads_only = k.shape[2] == 0
+        k = k if reads_only else place(k, key_norm, tables)
         k, v = encode_key(k, key_scale, past_key), encode_value(v, value_scale, past_value)
         if bias is not None:
             bias = bias[..., :total]
@@ -88,7 +92,8 @@ def _group_query_attention(node: Node) -> Compute:
             bias = None if bias is None else _at_positions(bias, rows.positions)
             k, v, present = rows.rows, values.rows, (rows.present, values.present)
         else:
-            k, v = grown(past_key, k, starts, total), grown(past_value, v, starts, total)
+            kept = lengths if reads_only else starts
+            k, v = grown(past_key, k, kept, total), grown(past_value, v, kept, total)
             present = (k, v)
             k, v = k[:, :, :total], v[:, :, :total]
             allowed = _allowed(starts, lengths, count, total, causal=causal, window=window)
