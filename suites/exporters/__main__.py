@@ -29,7 +29,9 @@ def _arguments() -> argparse.ArgumentParser:
     table.add_argument("--table", type=Path, metavar="FILE.md", required=True)
     for verb in verbs.choices.values():
         if verb is not table:
-            verb.add_argument("--in", dest="folder", type=Path, required=True, metavar="DIR", help="build folder")
+            verb.add_argument(
+                "--in", dest="folder", type=Path, required=True, metavar="DIR", help="build folder"
+            )
             verb.add_argument("--only", nargs="+", default=(), metavar="NAME", help="packages")
     return parser
 

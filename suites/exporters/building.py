@@ -50,7 +50,11 @@ def build(exporter: str, to: Path, *, only: Collection[str] = (), again: bool = 
         else:
             record = json.loads(path.read_text(encoding="utf-8"))
         failed += record["error"] is not None
-        ended = "built" if record["error"] is None else f"{record['error']['stage']}: {record['error']['message']}"
+        ended = (
+            "built"
+            if record["error"] is None
+            else f"{record['error']['stage']}: {record['error']['message']}"
+        )
         print(f"{exporter} {recipe.name}: {ended:.160}", file=sys.stderr)  # noqa: T201 (a command's progress)
     return failed
 
@@ -68,7 +72,10 @@ def _built(module: Exporter, recipe: Recipe, folder: Path) -> dict[str, Any]:
         package.mkdir(parents=True)
         module.export(recipe, source, package)
         copied = _copy_configs(source, package)
-    except (Exception, SystemExit) as raised:  # of libraries that raise anything; a command's exit is a failure
+    except (
+        Exception,
+        SystemExit,
+    ) as raised:  # of libraries that raise anything; a command's exit is a failure
         where = traceback.extract_tb(raised.__traceback__)[-1]
         error = {
             "stage": stage,

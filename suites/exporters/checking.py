@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +157,16 @@ def _decode(package: Path, source: Path, witness: Mapping[str, Any]) -> dict[str
     inputs = source / "inputs.npz"
     given = ["--inputs", str(inputs)] if inputs.is_file() else []
     count = len(witness["prompts"][0]["token_ids"])
-    arguments = ["check", str(package), "--candidate", _CANDIDATE, "--max-new-tokens", str(count), *prompts, *given]
+    arguments = [
+        "check",
+        str(package),
+        "--candidate",
+        _CANDIDATE,
+        "--max-new-tokens",
+        str(count),
+        *prompts,
+        *given,
+    ]
     runner = CliRunner()
     with runner.isolated_filesystem():  # where the report goes
         document = _run(*arguments)
@@ -169,12 +177,12 @@ def _decode(package: Path, source: Path, witness: Mapping[str, Any]) -> dict[str
 
 
 def _decoded(report: Mapping[str, Any]) -> dict[str, Any]:
-    prompts = report.get("prompts") or []
-    failures = [p["failure"] for p in prompts if p.get("failure")] or [(report.get("candidate") or {}).get("failure")]
+    prompts, candidate = report.get("prompts") or [], report.get("candidate") or {}
+    failures = [p["failure"] for p in prompts if p.get("failure")] or [candidate.get("failure")]
     divergence = next((p["first_divergence"] for p in prompts if p.get("first_divergence")), None)
     margins = [p["min_margin"] for p in prompts if p.get("min_margin") is not None]
     return {
-        "engine": f"{_CANDIDATE} {version('onnxruntime-gpu')}",
+        "engine": " ".join(filter(None, (candidate.get("engine"), candidate.get("version")))) or _CANDIDATE,
         "verdict": report.get("verdict"),
         "exit_code": report.get("exit_code"),
         "tokens": sum(len(p["candidate_ids"]) for p in prompts),
@@ -185,7 +193,9 @@ def _decoded(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _source(report: Mapping[str, Any], witness: Mapping[str, Any], *, precision: str) -> dict[str, Any] | None:
+def _source(
+    report: Mapping[str, Any], witness: Mapping[str, Any], *, precision: str
+) -> dict[str, Any] | None:
     """Where the source model's own tokens part from the oracle's, and by how much each side would have it so.
 
     None where the oracle decoded nothing. A package of another precision is another model: what is said of it

@@ -35,7 +35,11 @@ def write_peers(folder: Path, *, only: Collection[str] = ()) -> None:
     """
     for exporter in EXPORTERS:
         given = {path.name: path for path in sorted((folder / exporter / "configured").glob("*"))}
-        own = {path.name: path for path in sorted((folder / exporter / "packages").glob("*")) if (path / _CONFIG).is_file()}
+        own = {
+            path.name: path
+            for path in sorted((folder / exporter / "packages").glob("*"))
+            if (path / _CONFIG).is_file()
+        }
         for name, package in {**own, **given}.items():
             if only and name not in only:
                 continue
@@ -73,4 +77,7 @@ def _continued(model: og.Model, prompt: Sequence[int]) -> dict[str, Any]:
     generator.append_tokens(list(prompt))
     while not generator.is_done():
         generator.generate_next_token()
-    return {"prompt_ids": list(prompt), "token_ids": [int(i) for i in generator.get_sequence(0)[len(prompt) :]]}
+    return {
+        "prompt_ids": list(prompt),
+        "token_ids": [int(i) for i in generator.get_sequence(0)[len(prompt) :]],
+    }

@@ -20,7 +20,9 @@ def export(recipe: Recipe, source: Path, to: Path) -> None:
     precision = recipe.precision.partition("-")[0]
     with tempfile.TemporaryDirectory() as cache:
         place = (None, str(source), str(to), precision, _EXECUTION_PROVIDER, cache)
-        options = builder.parse_extra_options(*place, [f"{key}={value}" for key, value in recipe.options.items()])
+        options = builder.parse_extra_options(
+            *place, [f"{key}={value}" for key, value in recipe.options.items()]
+        )
         builder.create_model(*place, **options)
 
 
