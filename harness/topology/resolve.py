@@ -243,7 +243,11 @@ def _place_token(placement: Placement, *, declared: frozenset[Role]) -> None:
         placement.findings.append(found)
     else:
         names = tuple(port.name for port in candidates)
-        what = f"none of {listed(names)} is an integer input of rank 2" if names else "no input is left"
+        what = (
+            f"none of {listed(names)} is an integer input of rank 2 whose name may mean tokens"
+            if names
+            else "no input is left"
+        )
         placement.findings.append(
             Finding(
                 "E_NO_TOKEN_INPUT",
