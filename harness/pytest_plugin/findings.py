@@ -55,6 +55,7 @@ class Finding:
         margins = [p["min_margin"] for p in prompts if p["min_margin"] is not None]
         margin = parted[0][1]["oracle_margin"] if parted else min(margins, default=None)
         sides = [document["candidate"], document["oracle"]]
+        ran = [side for side in (*sides, document["source"]) if side and side["version"]]
         placement = document["candidate"]["placement"] or {}
         return cls(
             verdict=_outcome(document),
@@ -62,7 +63,7 @@ class Finding:
             candidate=_engine(sides[0]),
             placement=", ".join(placement.get("providers", {})),
             oracle=_engine(sides[1]),
-            engines=tuple(side["engine"] for side in (*sides, document["source"]) if side and side["version"]),
+            engines=tuple(side["engine"] for side in ran),
             prompts=f"{sum(p['verdict'] == 'identical' for p in prompts)}/{len(prompts)}",
             parts_at=f"{parted[0][0]}:{parted[0][1]['index']}" if parted else "",
             margin="" if margin is None else f"{margin:.4f}",
