@@ -16,17 +16,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
-@pytest.fixture(autouse=True)
-def _source_engine(request: pytest.FixtureRequest) -> None:
-    """What is marked `hf` needs torch and transformers."""
-    if request.node.get_closest_marker("hf") is None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What is marked `hf` needs torch and transformers, and so may its fixtures."""
+    if item.get_closest_marker("hf") is None:
         return
     from harness.engines.hf import ENGINE
     from harness.pytest_plugin.gates import missing
 
     state = ENGINE.availability()
     if not state.usable:
-        missing(request.node, {"hf"}, f"hf is not usable here: {state.reason} {state.next_action}")
+        missing(item, {"hf"}, f"hf is not usable here: {state.reason} {state.next_action}")
 
 
 settings.register_profile(
