@@ -63,7 +63,7 @@ class Dequantised:
             return None
         if is_float(codes.dtype):
             # Zero points of narrow floats are zero by the operator's description.
-            if zero is not None and zero.astype(np.float32).any():
+            if codes.dtype.itemsize > 1 or (zero is not None and zero.astype(np.float32).any()):
                 return None
             zero = None
         elif codes.dtype.kind in "iu" and codes.dtype.itemsize * 8 > _MOST_BITS:
@@ -103,11 +103,21 @@ class Dequantised:
         """Write the floats at `rows` and `columns` to `out`."""
         if self.turned:
             rows, columns, out = columns, rows, out.T
-        codes = self.codes[rows, columns]
-        np.copyto(out, codes, casting="unsafe")
+        if isinstance(self.codes, Packed):
+            np.take(self._levels(), self.codes.codes((rows, columns)), out=out, mode="clip")
+        elif is_float(self.codes.dtype):
+            np.take(self._levels(), self.codes.view(np.uint8)[rows, columns], out=out, mode="clip")
+        else:
+            np.copyto(out, self.codes[rows, columns])
         if self.zero is not None:
             np.subtract(out, self._spread(self.zero, rows, columns).astype(out.dtype), out=out)
         np.multiply(out, self._spread(self.scale, rows, columns), out=out)
+
+    def _levels(self) -> Array:
+        """The float of each code, in order: looked up, as types that numpy lacks convert slowly."""
+        if isinstance(self.codes, Packed):
+            return self.codes.levels().astype(self.dtype)
+        return np.arange(256, dtype=np.uint8).view(self.codes.dtype).astype(self.dtype)
 
     def _spread(self, values: Array, rows: slice, columns: slice) -> Array:
         """Scales or zero points, broadcastable to the codes at `rows` and `columns`."""

@@ -282,26 +282,30 @@ class Packed:
 
     def unpacked(self) -> Array:
         """All of them, an element each."""
-        return self._values(0, math.prod(self.shape)).reshape(self.shape)
+        return self._typed(self._codes(0, math.prod(self.shape))).reshape(self.shape)
 
-    def __getitem__(self, part: tuple[slice, slice]) -> Array:
-        """The elements of some rows and columns of a matrix, the only ones that are unpacked."""
+    def levels(self) -> Array:
+        """The element of each code, in order."""
+        return self._typed(np.arange(2**self.bits, dtype=np.uint8))
+
+    def codes(self, part: tuple[slice, slice]) -> Array:
+        """The codes at some rows and columns of a matrix, uint8, the only ones that are unpacked."""
         rows, columns = (range(extent)[along] for extent, along in zip(self.shape, part, strict=True))
         width, per_byte = self.shape[1], 8 // self.bits
         if width % per_byte or 8 % self.bits:
             # Rows begin anywhere in a byte.
-            return self._values(rows.start * width, len(rows) * width).reshape(-1, width)[:, part[1]]
+            return self._codes(rows.start * width, len(rows) * width).reshape(-1, width)[:, part[1]]
         first, last = columns.start // per_byte, -(-columns.stop // per_byte)
         packed = self.data.reshape(self.shape[0], -1)[part[0], first:last]
         codes = _codes(packed.reshape(-1), self.bits).reshape(len(rows), -1)
         skip = columns.start - first * per_byte
-        return self._typed(codes[:, skip : skip + len(columns)])
+        return codes[:, skip : skip + len(columns)]
 
-    def _values(self, start: int, count: int) -> Array:
+    def _codes(self, start: int, count: int) -> Array:
         first = start * self.bits // 8
         codes = _codes(self.data[first : -(-(start + count) * self.bits // 8)], self.bits)
         skip = start - first * 8 // self.bits
-        return self._typed(codes[skip : skip + count])
+        return codes[skip : skip + count]
 
     def _typed(self, codes: Array) -> Array:
         if not self.dtype.name.startswith("int"):
@@ -324,7 +328,11 @@ def _codes(packed: Array, bits: int) -> Array:
         whole = singles[: singles.size // bits * bits].reshape(-1, bits)
         joined: Array = whole @ (1 << np.arange(bits, dtype=np.uint8))
         return joined
-    codes: Array = (packed[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)) & (2**bits - 1)
+    codes = np.empty((packed.size, 8 // bits), dtype=np.uint8)
+    for place in range(8 // bits):
+        # One place at a time, as numpy takes far longer along an axis of two.
+        np.right_shift(packed, np.uint8(place * bits), out=codes[:, place])
+    np.bitwise_and(codes, np.uint8(2**bits - 1), out=codes)
     return codes.reshape(-1)
 
 
