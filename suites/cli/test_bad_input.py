@@ -299,12 +299,15 @@ def test_a_report_folder_that_cannot_be_made_is_the_users_error(
     assert "--report-dir" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["check", "derive", "ports", "fetch", "engines"])
+@pytest.mark.parametrize(
+    "verb",
+    ["check", "conform", "derive", "engines", "fetch", "golden check", "ports", "record", "verify"],
+)
 def test_every_verb_prints_one_document_even_for_a_wrong_flag(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --json, standard output has exactly one line that says what is wrong."""
-    assert run([verb, "--json", "--bogus"]) == 2
+    assert run([*verb.split(), "--json", "--bogus"]) == 2
     out, err = capsys.readouterr()
     (line,) = out.splitlines()
     document = json.loads(line)
@@ -319,7 +322,7 @@ def test_a_verb_that_does_not_exist_is_exit_2(capsys: pytest.CaptureFixture[str]
     assert "localise" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--json", "chek"], ["--json"], ["record", "x", "--json"]])
+@pytest.mark.parametrize("arguments", [["--json", "chek"], ["--json"], ["localise", "x", "--json"]])
 def test_a_command_line_without_a_verb_has_a_document_too(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

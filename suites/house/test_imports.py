@@ -7,7 +7,18 @@ import sys
 
 import pytest
 
-HEAVY = ("numpy", "onnx", "onnxruntime", "tokenizers", "nxrt", "gguf", "yaml", "rich", "jinja2")
+HEAVY = (
+    "numpy",
+    "onnx",
+    "onnxruntime",
+    "tokenizers",
+    "nxrt",
+    "gguf",
+    "safetensors",
+    "yaml",
+    "rich",
+    "jinja2",
+)
 
 
 def modules_after(statement: str) -> set[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,8 +251,6 @@ def test_states_of_every_element_type_can_be_kept(
     tmp_path: Path, recorded: Recording, dtype: Any, shape: tuple[int, ...]
 ) -> None:
     """Also those that numpy and the file format have no type for, with no axes, and with no elements."""
-    from dataclasses import replace
-
     array = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape).astype(dtype)
     output = RecordedTensor(np.dtype(dtype).name, shape, tensor_sha256(array), kept=True, array=array)
     prompt = recorded.prompts[0]
@@ -263,8 +262,6 @@ def test_states_of_every_element_type_can_be_kept(
 
 def test_what_encoders_are_fed_is_in_the_trace_once(tmp_path: Path, recorded: Recording) -> None:
     """So that it can be verified where the inputs are not; alike for all prompts, it stands there once."""
-    from dataclasses import replace
-
     features = np.arange(600, dtype=np.float32).reshape(1, 20, 30)
     other = features[:, ::2, ::-1]
     prompts = tuple(
@@ -447,8 +444,6 @@ def test_a_trace_of_another_model_is_refused_by_name(
 
 def test_the_hash_of_a_topology_is_over_all_that_steers_a_decode() -> None:
     """Another role, pair, cache or fact changes it; another reason for the same does not."""
-    from dataclasses import replace
-
     from harness.topology.spec import GraphFacts, PortRole, Role
 
     topology = DECODER.topology
