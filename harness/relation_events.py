@@ -63,7 +63,10 @@ class RelationsStarted:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceDecoded:
-    """The decode that all relations stand against: `token_ids` are what every other follows."""
+    """The decode that all relations stand against: `token_ids` are what every other follows.
+
+    There are none where the engine opened and did not get to its end.
+    """
 
     version: str
     settings: Mapping[str, bool | int | str]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from harness.engines.base import SessionInfo
 from harness.engines.placement import require_off_cpu
 from harness.engines.registry import EngineSpec
 from harness.errors import EngineFailedError, InvalidRunError, ParityError
@@ -103,6 +104,8 @@ def _run(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:
         reference = _decode_reference(plan, lab)
     except (EngineFailedError, InvalidRunError):
         emit(_start(plan))  # both are findings; anything else is bad input, and leaves no report
+        if lab.info is not None:
+            emit(_reference(lab.info, ()))
         raise
     emit(_start(plan))
     emit(reference)
@@ -160,10 +163,14 @@ def _decode_reference(plan: ConformPlan, lab: Laboratory) -> ReferenceDecoded:
                 "agree on them proves nothing.",
                 next_action="See `onnx-parity check`, which says where they begin.",
             )
-    info = lab.info
+    assert lab.info is not None
     if plan.strict_placement:
-        require_off_cpu(info)
-    return ReferenceDecoded(info.version, info.settings, info.placement, info.mode, lab.tokens)
+        require_off_cpu(lab.info)
+    return _reference(lab.info, lab.tokens)
+
+
+def _reference(info: SessionInfo, token_ids: tuple[int, ...]) -> ReferenceDecoded:
+    return ReferenceDecoded(info.version, info.settings, info.placement, info.mode, token_ids)
 
 
 def _event(relation: Relation, judged: Judged) -> RelationJudged:

@@ -1,7 +1,9 @@
 """How far two correct computations of a graph may be apart: measured on the oracle, tensor by tensor.
 
-The oracle decodes the same tokens twice: with every value rounded to the type that the model declares, and in
-float64. The largest difference of a tensor is its *spread*: what rounding makes of it in this very decode.
+The oracle decodes the same tokens with every value rounded to the type that the model declares, and in
+float64. The largest difference of a tensor is its *spread*: what rounding makes of it in this very decode. It
+is looked for in calls of the shapes that relations make: a prompt whole and token by token, steps, and one
+pass over all tokens, whose logits at every position count.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from harness.parity.proving import proof_of, require_proof
 from harness.parity.reference import SPREAD_FACTOR
 from harness.parity.relations.comparing import LOGITS, Comparison, largest_difference
 from harness.parity.relations.laboratory import Laboratory, Subject
-from harness.parity.relations.observation import Observation
+from harness.parity.relations.observation import Moment, Observation
 
 __all__ = ["BAND_FACTOR", "Bands", "NoOracle", "Oracle", "Yardstick", "spreads_between"]
 
@@ -128,7 +130,7 @@ class Oracle:
         try:
             with exact.session() as session:
                 require_proof(proof_of(session))
-            spreads = spreads_between(exact.reference, rounded.reference)
+            spreads = _measured(exact, rounded)
         except ParityError as error:
             self.reason = f"The oracle cannot tell: {error.message}"
             return
@@ -141,6 +143,31 @@ class Oracle:
         return EngineSpec(
             self._spec.engine, {**self._spec.options, "precision": precision, "rounding": rounding}
         )
+
+
+def _measured(exact: Laboratory, rounded: Laboratory) -> dict[str, float]:
+    """The spread of each tensor, over calls of every shape."""
+    found = [spreads_between(exact.reference, rounded.reference)]
+    with rounded.session() as session:
+        if rounded.plan(session).tokens_a_call is None:
+            stepped = rounded.follow(session, rounded.script)
+            stepped.begin([(token,) for token in rounded.script.prompt])
+            found += [
+                spreads_between(exact.reference, stepped.rest()),
+                spreads_between(_one_pass(exact), _one_pass(rounded)),
+            ]
+    return {port: max(spreads.get(port, 0.0) for spreads in found) for port in found[0]}
+
+
+def _one_pass(lab: Laboratory) -> Observation:
+    """All tokens in one call, as one moment: the logits at every position, and the states after the last."""
+    script = lab.script
+    fed = (*script.prompt, *lab.tokens[:-1])
+    with lab.session() as session:
+        plan = lab.plan(session)
+        outputs = session.run(plan.first_call(session, fed), plan.outputs)
+        states = {name: session.copy_out(outputs[name]) for name in plan.carried}
+        return {script.last: Moment(lab.tokens[-1], session.copy_out(outputs[plan.logits]), states)}
 
 
 def spreads_between(one: Observation, other: Observation) -> dict[str, float]:

@@ -84,10 +84,8 @@ class Laboratory:
         return tokens
 
     @property
-    def info(self) -> SessionInfo:
-        """What ran the reference, and how."""
-        assert self.reference
-        assert self._info is not None
+    def info(self) -> SessionInfo | None:
+        """What runs the reference, and how; None as long as no session has opened for it."""
         return self._info
 
     @contextmanager

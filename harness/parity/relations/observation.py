@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,6 +12,7 @@ from harness.decode.plan import FeedPlan
 from harness.decode.stepping import Decoding
 from harness.engines.base import Session, TensorHandle
 from harness.engines.tensor_types import numpy_dtype
+from harness.errors import EngineFailedError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -83,15 +85,17 @@ class Follower:
 
     def begin(self, chunks: Sequence[Sequence[int]] | None = None) -> None:
         """Feed the prompt: in one call, or in `chunks`, which make it up in their order."""
-        for chunk in chunks or (self._script.prompt,):
-            outputs = self.decoding.feed(chunk)
-        self._seen[0] = self.look(outputs, 0)
+        with _at(0):
+            for chunk in chunks or (self._script.prompt,):
+                outputs = self.decoding.feed(chunk)
+            self._seen[0] = self.look(outputs, 0)
 
     def step(self, step: int) -> None:
         """Feed the token that is followed at `step`, from 1."""
         given = self._script.tokens
         token = self._seen[step - 1].token if given is None else given[step - 1]
-        self._seen[step] = self.look(self.decoding.feed((token,)), step)
+        with _at(step):
+            self._seen[step] = self.look(self.decoding.feed((token,)), step)
 
     def rest(self, first: int = 1) -> Observation:
         """Feed all tokens from step `first` on, and say what has been seen."""
@@ -120,3 +124,13 @@ def keeps_states(step: int, script: Script, states: Mapping[str, TensorHandle]) 
     """Whether the states of a step are worth their memory."""
     size = sum(prod(handle.shape) * numpy_dtype(handle.dtype).itemsize for handle in states.values())
     return size <= _MOST_STATES or step in (0, script.last)
+
+
+@contextmanager
+def _at(step: int) -> Iterator[None]:
+    """Say in an engine's failure at which step it came."""
+    try:
+        yield
+    except EngineFailedError as error:
+        error.step = step
+        raise
