@@ -123,12 +123,10 @@ def _check_same_tokens(package: Path, source: Path) -> None:
         return
     if other:
         first = min(other)
-        what = (
-            f"token {first} is {named[first]!r} in {source / _TOKENIZER}, and {text[first]!r} in the package"
-        )
+        what = f"token {first} is {named[first]!r} there, and {text[first]!r} in the package"
     else:
         token, ours_id, theirs_id = min(both, key=lambda each: each[1])
-        what = f"{token!r} is token {theirs_id} in {source / _TOKENIZER}, and {ours_id} in the package"
+        what = f"{token!r} is token {theirs_id} there, and {ours_id} in the package"
     raise InputError(
         f"--source {source}: {what}: it is the model of another {_TOKENIZER}.",
         next_action="Name the folder of the model that was exported.",

@@ -63,7 +63,7 @@ class HfHandle:
 
 
 class HfSession:
-    """A `harness.engines.base.Session` around a model of transformers. Nothing is copied."""
+    """A `harness.engines.base.Session` around a model of transformers. No logits are copied."""
 
     def __init__(self, model: Any, *, info: SessionInfo, vocabulary: int) -> None:
         self._model = model
@@ -85,11 +85,10 @@ class HfSession:
         return self._info
 
     def place(self, array: NDArray[Any]) -> HfHandle:
-        """A tensor over the memory of a host array; a copy where its strides allow none."""
-        import numpy as np
+        """A copy of a host array: token IDs are few, and torch takes no memory that it may not write to."""
         import torch
 
-        return HfHandle(torch.from_numpy(np.ascontiguousarray(array)))
+        return HfHandle(torch.tensor(array))
 
     def zeros(self, shape: Sequence[int], dtype: str) -> HfHandle:
         """Zeros on the host."""
