@@ -11,7 +11,14 @@ from typing import Any
 
 from harness.engines.base import Availability, Engine, EngineOption, OptionValue, SessionInfo
 from harness.engines.options import Choice, Count, Text, complete
-from harness.engines.ort_cuda import CUDA_OPTIONS, provider_options, provider_settings
+from harness.engines.ort_captured import CapturedRuns
+from harness.engines.ort_cuda import (
+    CUDA_OPTIONS,
+    capture_refusal,
+    provider_options,
+    provider_settings,
+    without_capture,
+)
 from harness.engines.ort_device import DevicePrograms
 from harness.engines.ort_placement import CPU_PROVIDER, placed_on, placement_of, require_on_device
 from harness.engines.ort_plugin import plugin_devices
@@ -25,7 +32,7 @@ from harness.engines.ort_runtime import (
     session_error,
 )
 from harness.engines.ort_session import OrtSession
-from harness.errors import InvalidRunError
+from harness.errors import EngineFailedError, InvalidRunError
 
 __all__ = ["CPU_ENGINE", "CUDA_ENGINE", "OrtCpuEngine", "OrtCudaEngine"]
 
@@ -124,14 +131,51 @@ class OrtCudaEngine:
         settings = _session_settings(values)
         device, asked = int(values["device"]), provider_options(values)
         require(self.name, cuda_availability(device))
-        runtime = load_runtime()
-        provider = (CUDA_PROVIDER, asked)
+        runtime, refusal = load_runtime(), None
+        try:
+            session = self._session(runtime, model, settings, asked)
+        except EngineFailedError as error:
+            refusal = capture_refusal(error.message)
+            if refusal is None:
+                raise
+            asked, settings = without_capture(asked), settings | {"graph_capture": f"refused: {refusal}"}
+            session = self._session(runtime, model, settings, asked)
+        reported = provider_settings(asked, session.get_provider_options()[CUDA_PROVIDER], os.environ)
+        placement = placement_of(session)
+        require_on_device(CUDA_PROVIDER, placement)
+        is_captured = asked["enable_cuda_graph"] == "1"
+        info = SessionInfo(
+            engine=self.name,
+            version=runtime.__version__,
+            settings=settings | reported,
+            placement=placement,
+            mode="captured" if is_captured else "eager",
+        )
+        # The programs run outside of the graph, on memory that changes from run to run.
+        programs = DevicePrograms(runtime, [(CUDA_PROVIDER, without_capture(asked))], engine=self.name)
+        captured = (
+            CapturedRuns(runtime, session, programs, device="cuda", device_id=device) if is_captured else None
+        )
+        return OrtSession(
+            runtime,
+            session,
+            info=info,
+            device="cuda",
+            device_id=device,
+            programs=programs,
+            captured=captured,
+        )
+
+    def _session(
+        self, runtime: Any, model: Path, settings: Mapping[str, OptionValue], asked: Mapping[str, str]
+    ) -> Any:
+        """An open session of ONNX Runtime whose first provider is that of CUDA."""
         with captured_stderr() as lines:
             try:
                 session = runtime.InferenceSession(
                     str(model),
                     _session_options(runtime, settings),
-                    providers=[provider, CPU_PROVIDER],
+                    providers=[(CUDA_PROVIDER, dict(asked)), CPU_PROVIDER],
                     enable_fallback=0,
                 )
             except Exception as error:  # ONNX Runtime raises RuntimeError and ten classes of its own
@@ -142,24 +186,7 @@ class OrtCudaEngine:
                 f"{', '.join(session.get_providers())}: {' '.join(lines[:1]) or 'no reason given'}",
                 next_action="See `onnx-parity engines` for what is usable here.",
             )
-        reported = provider_settings(asked, session.get_provider_options()[CUDA_PROVIDER], os.environ)
-        placement = placement_of(session)
-        require_on_device(CUDA_PROVIDER, placement)
-        info = SessionInfo(
-            engine=self.name,
-            version=runtime.__version__,
-            settings=settings | reported,
-            placement=placement,
-            mode="eager",
-        )
-        return OrtSession(
-            runtime,
-            session,
-            info=info,
-            device="cuda",
-            device_id=device,
-            programs=DevicePrograms(runtime, [provider], engine=self.name),
-        )
+        return session
 
 
 def _session_settings(options: Mapping[str, OptionValue]) -> dict[str, OptionValue]:

@@ -6,6 +6,7 @@ read back from the session, since asking for an option proves nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -14,7 +15,7 @@ from harness.engines.options import Choice, Count
 from harness.engines.ort_runtime import CUDA_PROVIDER
 from harness.errors import InvalidRunError
 
-__all__ = ["CUDA_OPTIONS", "provider_options", "provider_settings"]
+__all__ = ["CUDA_OPTIONS", "capture_refusal", "provider_options", "provider_settings", "without_capture"]
 
 _ATTENTION = {"default": 0, "flash": 1, "efficient": 2, "cudnn": 8, "math": 16}
 """Values of the provider's `sdpa_kernel` (bits of `AttentionBackend` in ONNX Runtime's attention_common.h).
@@ -42,6 +43,7 @@ CUDA_OPTIONS: Mapping[str, EngineOption] = MappingProxyType(
         "device": Count("index of the CUDA device", default=0),
         "tf32": Choice("1 rounds fp32 products to TF32 (about 1e-3 relative)", ("0", "1")),
         "attention": Choice("the one fused attention kernel to allow", tuple(_ATTENTION)),
+        "graph": Choice("captured replays a CUDA graph where shapes come again", ("eager", "captured")),
     }
 )
 
@@ -52,12 +54,25 @@ def provider_options(values: Mapping[str, OptionValue]) -> dict[str, str]:
         "device_id": str(values["device"]),
         "use_tf32": str(values["tf32"]),
         "sdpa_kernel": str(_ATTENTION[str(values["attention"])]),
-        "enable_cuda_graph": "0",
+        "enable_cuda_graph": "1" if values["graph"] == "captured" else "0",
         # The default measures the kernels and takes the fastest, which may be another one in each session.
         "cudnn_conv_algo_search": "HEURISTIC",
         "prefer_nhwc": "0",
         "tunable_op_enable": "0",
     }
+
+
+def without_capture(asked: Mapping[str, str]) -> dict[str, str]:
+    """The same options of the provider for a session that runs eager."""
+    return {**asked, "enable_cuda_graph": "0"}
+
+
+def capture_refusal(message: str) -> str | None:
+    """Why ONNX Runtime does not capture a graph, from its error; None where that says something else."""
+    found = re.search(
+        r"cannot use the graph capture feature as requested by the user\s+(?:as )?(.+)", message
+    )
+    return None if found is None else found[1].strip()
 
 
 def provider_settings(

@@ -51,6 +51,18 @@ class _Program:
             self.binding.clear_binding_outputs()
         return found
 
+    def copy(self, value: Any, target: Any) -> None:
+        """Write `y` for the input `value` into the memory of `target`."""
+        try:
+            self.binding.bind_ortvalue_input("x", value)
+            self.binding.bind_ortvalue_output("y", target)
+            self.session.run_with_iobinding(self.binding)
+        except Exception as error:  # ONNX Runtime raises RuntimeError and ten classes of its own
+            raise run_error(self.engine, error) from error
+        finally:
+            self.binding.clear_binding_inputs()
+            self.binding.clear_binding_outputs()
+
 
 class DevicePrograms:
     """Programs for the tensors of one provider, each built when it is first needed.
@@ -113,22 +125,29 @@ class DevicePrograms:
 
     def fetch(self, value: Any) -> NDArray[Any]:
         """A copy on the host of an OrtValue on the device."""
-        key = ("fetch", value.element_type(), len(value.shape()))
-        if key not in self._programs:
-            self._programs[key] = self._identity(value.element_type(), len(value.shape()))
-        (fetched,) = self._programs[key].run(value, {}, ("y",))
+        (fetched,) = self._identity(value).run(value, {}, ("y",))
         return host_view(fetched).copy()
 
-    def _identity(self, element_type: int, rank: int) -> _Program:
+    def copy(self, value: Any, target: Any) -> None:
+        """Write an OrtValue, of the device or the host, into another of its type and shape on the device."""
+        if value.tensor_size_in_bytes():
+            self._identity(value).copy(value, target)
+
+    def _identity(self, value: Any) -> _Program:
+        """The program that gives what it takes, for tensors of this type and rank."""
         from onnx import helper
 
-        shape = [None] * rank
-        return self._open(
-            [helper.make_node("Identity", ["x"], ["y"])],
-            [helper.make_tensor_value_info("x", element_type, shape)],
-            [helper.make_tensor_value_info("y", element_type, shape)],
-            (),
-        )
+        element_type, rank = value.element_type(), len(value.shape())
+        key = ("identity", element_type, rank)
+        if key not in self._programs:
+            shape = [None] * rank
+            self._programs[key] = self._open(
+                [helper.make_node("Identity", ["x"], ["y"])],
+                [helper.make_tensor_value_info("x", element_type, shape)],
+                [helper.make_tensor_value_info("y", element_type, shape)],
+                (),
+            )
+        return self._programs[key]
 
     def _reduction(self, element_type: int, rank: int, vocabulary: int, k: int) -> _Program:
         """The program of `top_logits` for logits of this type, rank and width.

@@ -21,7 +21,7 @@ from harness.engines.base import Session
 from harness.engines.ort import CUDA_ENGINE
 from harness.engines.ort_cuda import provider_settings
 from harness.engines.ort_runtime import cpu_availability
-from harness.errors import InvalidRunError
+from harness.errors import EngineFailedError, InvalidRunError
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -37,14 +37,20 @@ DEFAULTS = {
 
 
 class Claimed:
-    """A session on the CPU that says what one on CUDA would say; `told` is where its options differ."""
+    """A session on the CPU that says what one on CUDA would say.
+
+    `told` is where its options differ, and `refuses` what it answers to graph capture, if it does not do it.
+    """
 
     opened: ClassVar[list[Any]] = []
     told: ClassVar[Mapping[str, str]] = {}
+    refuses: ClassVar[str] = ""
 
     def __init__(self, model: str, options: Any, *, providers: list[Any], enable_fallback: int) -> None:
         self.asked, self.options, self.providers = dict(providers[0][1]), options, providers
         self.enable_fallback = enable_fallback
+        if self.refuses and self.asked["enable_cuda_graph"] == "1":
+            raise RuntimeError(self.refuses)
         self._real = onnxruntime.InferenceSession(model, options, providers=[CPU])
         Claimed.opened.append(self)
 
@@ -131,6 +137,7 @@ def test_every_setting_that_changes_results_is_pinned_and_reported(model: Path) 
         ({"attention": "efficient"}, "sdpa_kernel", "2"),
         ({"attention": "cudnn"}, "sdpa_kernel", "8"),
         ({"attention": "math"}, "sdpa_kernel", "16"),
+        ({"graph": "captured"}, "enable_cuda_graph", "1"),
     ],
 )
 def test_an_option_reaches_the_provider_and_the_report(
@@ -180,3 +187,40 @@ def test_variables_that_choose_attention_kernels_are_reported(
     session, _ = opened(model)
     assert session.info.settings["ORT_DISABLE_FLASH_ATTENTION"] == "1"
     assert not {"ORT_ENABLE_XQA", "ORT_LOG_SEVERITY"} & set(session.info.settings)
+
+
+def test_a_session_that_captures_says_so(model: Path) -> None:
+    """The programs that look at its results do not: they read other memory each time."""
+    session: Any = opened(model, graph="captured")[0]
+    assert session.info.mode == "captured"
+    (provider,) = session._programs._providers
+    assert provider[1]["enable_cuda_graph"] == "0"
+
+
+# As ONNX Runtime 1.24 to 1.32 says it of a graph with a Scan, and of one whose nodes are not all on CUDA.
+CONTROL_FLOW = "the model has control flow nodes which can't be supported by CUDAExecutionProvider"
+ELSEWHERE = "all compute graph nodes have not been partitioned to the CUDAExecutionProvider"
+REFUSED = "1 : FAIL : This session cannot use the graph capture feature as requested by the user"
+
+
+@pytest.mark.parametrize("why", [CONTROL_FLOW, ELSEWHERE])
+def test_a_graph_that_cannot_be_captured_runs_eager_and_the_report_says_why(
+    model: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Nothing else about the session is another."""
+    monkeypatch.setattr(Claimed, "refuses", f"{REFUSED}  as {why}")
+    session, claimed = opened(model, graph="captured", tf32="1")
+    assert session.info.mode == "eager"
+    assert claimed.asked == DEFAULTS | {"use_tf32": "1"}
+    assert session.info.settings["graph_capture"] == f"refused: {why}"
+    assert session.info.settings["enable_cuda_graph"] == "0"
+
+
+def test_another_failure_of_a_session_that_was_to_capture_stays_what_it_is(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not tried again as if it were about capture."""
+    monkeypatch.setattr(Claimed, "refuses", "CUDA failure 2: out of memory")
+    with pytest.raises(EngineFailedError, match="out of memory"):
+        opened(model, graph="captured")
+    assert Claimed.opened == []
