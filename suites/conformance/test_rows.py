@@ -104,7 +104,7 @@ def outcomes(folder: Path, form: CacheForm, spec: EngineSpec, *, mask: bool = Fa
     return {relation.name: judge(relation, lab, oracle) for relation in RELATIONS}
 
 
-ALWAYS = {"graph-capture": "has no option 'capture'"}
+ALWAYS = {"graph-capture": "has no option 'graph'"}
 MASKLESS = {"left-padding": "no attention mask", "canaries": "no mask that could hide a row"}
 FORMS: dict[str, tuple[CacheForm, dict[str, str]]] = {
     "both in one": (Fused(), MASKLESS),

@@ -9,10 +9,13 @@ from harness.engines.base import OptionValue
 from harness.engines.options import Choice
 from harness.parity.relations.base import NotApplicableError, Pair
 from harness.parity.relations.laboratory import Laboratory
+from harness.parity.relations.observation import Observation
 
 __all__ = ["GraphCapture", "Optimisation", "Threads"]
 
 _THREADS = (1, 2, 3)
+_EAGER, _CAPTURED = "eager", "captured"
+_UNTIL_REPLAYED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,18 @@ class GraphCapture:
 
     def observe(self, lab: Laboratory) -> Iterator[Pair]:
         """See `harness.parity.relations.base.Relation`."""
-        current = str(_current(lab, "capture"))
-        yield _with(lab, "capture", "0" if current == "1" else "1", bitwise=True)
+        _current(lab, "graph")
+        seen: dict[str, Observation] = {}
+        for mode in (_EAGER, _CAPTURED):
+            with lab.session(graph=mode) as session:
+                if mode == _CAPTURED and session.info.mode != _CAPTURED:
+                    raise NotApplicableError(
+                        f"{lab.spec.name} was asked to capture, and runs this graph eager."
+                    )
+                # The first run of some shapes is eager, the second is captured, the third replayed.
+                for _ in range(_UNTIL_REPLAYED):
+                    seen[mode] = lab.follow(session, lab.script).whole()
+        yield Pair("", seen[_EAGER], seen[_CAPTURED], bitwise=True)
 
 
 def _current(lab: Laboratory, option: str) -> OptionValue:
