@@ -24,7 +24,7 @@ from harness.parity.reference import SPREAD_FACTOR, ReferenceTrace, spread_betwe
 from harness.parity.verdict import Verdict
 from harness.topology.spec import Topology
 
-__all__ = ["SourceModel", "SourcePlan"]
+__all__ = ["SourceModel", "SourcePlan", "rounding_bands"]
 
 _OTHER = {"float32": "float64", "float64": "float32"}
 _FINEST = "float64"
@@ -44,6 +44,18 @@ class SourcePlan:
     spec: EngineSpec
     folder: Path
     vocabulary: int | None
+
+
+def rounding_bands(reference: ReferenceTrace, *, source: float | None = None) -> list[float]:
+    """At each position, which gap between oracle and source rounding on either side may explain.
+
+    Args:
+        reference: of the oracle, along the same tokens.
+        source: the source's part of it: twice its spread, times the factor. None where nothing shows how it
+            rounds, as for a recorded decode: then as the oracle does in float32, which computes the same.
+    """
+    ours = [max(reference.rounding, band) for band in reference.bands]
+    return [band + (band if source is None else source) for band in ours]
 
 
 class SourceModel:
@@ -102,11 +114,9 @@ class SourceModel:
         found = compare_with_source(oracle, own)
         if found.verdict is Verdict.IDENTICAL:
             return found
-        rounding = [max(reference.rounding, band) for band in reference.bands]
         other = self._other()
         if other is None:
-            # Nothing shows how it rounds: as the oracle does, which computes the same.
-            return compare_with_source(oracle, own, bands=[2 * band for band in rounding])
+            return compare_with_source(oracle, own, bands=rounding_bands(reference))
         again = self._pass(other, own.prompt_ids, own.token_ids)
         spread = 2 * SPREAD_FACTOR * spread_between(own, again)
         finest, coarse = (own, again) if self._precision == _FINEST else (again, own)
@@ -115,7 +125,7 @@ class SourceModel:
             for rough, fine, theirs in zip(coarse.steps, finest.steps, oracle.steps, strict=True)
         )
         settled = replace(own, steps=steps, seconds=own.seconds + again.seconds)
-        return compare_with_source(oracle, settled, bands=[band + spread for band in rounding])
+        return compare_with_source(oracle, settled, bands=rounding_bands(reference, source=spread))
 
     def close(self) -> None:
         """Free every session. May be called twice."""
