@@ -129,3 +129,14 @@ def test_what_real_engines_do_is_found(act: str, name: str, tmp_path: Path) -> N
         Oracle(parse_engine("oracle"), subject, lambda: lab.tokens),
     )
     assert judged.outcome is RelationOutcome.BROKEN
+
+
+def test_an_engine_that_runs_eager_whatever_is_asked_has_no_capture_to_compare(
+    subject: Subject, oracle: Oracle
+) -> None:
+    """Eager equals eager: that must not pass for a relation that holds."""
+    spec = unrelated(breaks="graph-capture", captures="no")
+    (relation,) = (relation for relation in RELATIONS if relation.name == "graph-capture")
+    judged = judge(relation, Laboratory(spec, subject), oracle)
+    assert judged.outcome is RelationOutcome.NOT_APPLICABLE
+    assert "runs this graph eager" in (judged.reason or "")
