@@ -14,6 +14,7 @@ import pytest
 
 from fixtures.decoders import TinyDecoder
 from fixtures.seq2seq import TinySeq2Seq
+from fixtures.smollm2 import fetched_smollm2_path
 from harness.cli.app import run
 from harness.engines import registry
 from harness.errors import InputError
@@ -291,3 +292,18 @@ def test_the_golden_of_the_27b_export_is_as_it_was_given() -> None:
     assert prompt.text == "The capital of France is"
     given = "11751 13 271 248068 271 248069 271 4639 369 4252 13 11751 369 279 6511 321"
     assert prompt.token_ids == tuple(map(int, given.split()))
+
+
+@pytest.mark.parametrize("name", ["demo", "smollm2"])
+def test_the_built_in_packages_give_their_goldens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys, name: str
+) -> None:
+    """What candidate and oracle gave when it was recorded, an engine of another maker gives today."""
+    pytest.importorskip("nxrt", reason="needs the engine nxrt: pip install --pre 'onnx-parity[nxrt]'")
+    if name == "smollm2":
+        fetched_smollm2_path()
+    monkeypatch.chdir(tmp_path)
+    golden = str(ROOT / f"fixtures/goldens/{name}.json")
+    status, document, _ = ask(capsys, "check", golden, name, "--candidate", "nxrt")
+    assert (status, document["outcome"]) == (0, "identical")
+    assert document["golden"]["model"]["name"] == name
