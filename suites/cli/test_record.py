@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
@@ -21,10 +23,9 @@ from fixtures.smollm2 import fetched_smollm2_path
 from harness.cli.app import run
 from harness.engines import registry
 
+ROOT = Path(__file__).parents[2]
 SCHEMAS = {
-    name: json.loads(
-        (Path(__file__).parents[2] / f"reports/schemas/{name}-1.schema.json").read_text(encoding="utf-8")
-    )
+    name: json.loads((ROOT / f"reports/schemas/{name}-1.schema.json").read_text(encoding="utf-8"))
     for name in ("parity", "recording")
 }
 DECODER = TinyDecoder(layers="ar", seed=3)
@@ -211,6 +212,32 @@ def test_the_topology_is_that_of_the_trace(package: Path, capsys: Capsys) -> Non
     assert ask(capsys, "verify", "y.trace", str(package))[0] == 0
     status, document, _ = ask(capsys, "verify", "x.trace", str(package))
     assert (status, document["verdict"]) in [(2, None), (3, None)]
+
+
+def test_only_the_oracle_runs_when_a_trace_is_verified(
+    package: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine that recorded need not be installed, and no runtime under test is even loaded."""
+    ask(capsys, "record", str(package), "--engine", "misbehaving", "-o", "x.trace", *IDS)
+    monkeypatch.undo()
+    code = (
+        "import sys\n"
+        "from harness.cli.app import run\n"
+        f"status = run(['verify', 'x.trace', {str(package)!r}, '--json', '--report-dir', 'r'])\n"
+        "print(sorted({'onnxruntime', 'nxrt'} & set(sys.modules)), file=sys.stderr)\n"
+        "sys.exit(status)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=package.parent / "work",
+        env={**os.environ, "ONNX_PARITY_CACHE_DIR": str(package.parent / "cache"), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["candidate"]["engine"] == "misbehaving"
+    assert ended.stderr.splitlines()[-1] == "[]"
 
 
 def test_a_trace_of_another_model_is_refused(package: Path, capsys: Capsys, tmp_path: Path) -> None:
