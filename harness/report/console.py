@@ -122,10 +122,8 @@ def render_report(document: Mapping[str, Any], *, token_text: TokenText | None =
     for number, prompt in enumerate(document["prompts"], 1):
         if prompt["first_divergence"] is not None:
             parts += [Text(), _divergence(number, prompt, token_text)]
-    for number, witnessed in enumerate((document["source"] or {}).get("prompts", ()), 1):
-        if witnessed is not None and witnessed["first_divergence"] is not None:
-            before = document["prompts"][number - 1]["candidate_ids"]
-            parts += [Text(), _source_divergence(number, witnessed["first_divergence"], before, token_text)]
+    if document["source"] is not None:
+        parts += _source(document, token_text)
     failure = (document["candidate"] or {}).get("failure")
     if failure is not None:
         where = "" if failure["step"] is None else f" at step {failure['step']}"
@@ -250,6 +248,18 @@ def _divergence(number: int, prompt: Mapping[str, Any], token_text: TokenText | 
         Text(f"  {found['evidence']}"),
     ]
     return Group(*lines)
+
+
+def _source(document: Mapping[str, Any], token_text: TokenText | None) -> list[Any]:
+    """On how many prompts the source is with the graph, and where it is not."""
+    witnessed = document["source"]["prompts"]
+    alike = sum(each is not None and each["verdict"] == "identical" for each in witnessed)
+    parts: list[Any] = [Text(), Text(f"source against oracle: {alike}/{len(witnessed)} identical")]
+    for number, (each, prompt) in enumerate(zip(witnessed, document["prompts"], strict=True), 1):
+        if each is not None and each["first_divergence"] is not None:
+            ids = prompt["candidate_ids"]
+            parts += [Text(), _source_divergence(number, each["first_divergence"], ids, token_text)]
+    return parts
 
 
 def _source_divergence(
