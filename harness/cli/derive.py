@@ -122,6 +122,7 @@ def _write(name: str, source: Source, topology: Topology, form: str) -> None:
         InputError: the source is no folder or graph of the user's, the format cannot say the topology, a
             sidecar stands there already, or the folder would be read otherwise; nothing is left behind.
     """
+    from harness.cli.genai_loading import NEEDED, loading_facts
     from harness.package import open_package, write_sidecar
     from harness.topology.resolve import resolve_package
     from harness.topology.writing import FILE_NAMES, Format, differing, sidecar_of
@@ -133,8 +134,16 @@ def _write(name: str, source: Source, topology: Topology, form: str) -> None:
             next_action="Give a model directory or an .onnx file.",
         )
     document = sidecar_of(source.inventory, topology, kind)
+    missing: list[str] = []
     if kind == "genai-config":
-        document["model"]["decoder"]["filename"] = package.model.name
+        facts = loading_facts(package, source.inventory, topology)
+        missing = [key for key in NEEDED if key not in facts["model"]]
+        ports = document["model"]["decoder"]
+        sizes = facts["model"].pop("decoder")
+        document = {
+            **facts,
+            "model": {**facts["model"], "decoder": {**sizes, **ports, "filename": package.model.name}},
+        }
     path = write_sidecar(package.folder, FILE_NAMES[kind], document)
     try:
         written = open_package(package.folder)
@@ -155,6 +164,12 @@ def _write(name: str, source: Source, topology: Topology, form: str) -> None:
         path.unlink()
         raise
     click.echo(f"onnx-parity: wrote {path}", err=True)
+    if missing:
+        click.echo(
+            f"onnx-parity: neither the ports nor {package.folder / 'config.json'} say "
+            f"{' and '.join(missing)}: onnxruntime-genai asks for it under `model`.",
+            err=True,
+        )
 
 
 def _document_of_failure(source: str | None, outcome: str | None, error: ParityError) -> dict[str, Any]:
