@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,13 @@ import yaml
 
 from fixtures.decoders import TinyDecoder
 from harness.engines.ort import CUDA_ENGINE
+from harness.models import builtin_package
+from suites.e2e.test_gpu import judge_golden
 
 ROOT = Path(__file__).parents[2]
 CUDA = "CUDAExecutionProvider"
 SUITE = "suites/e2e/test_gpu.py"
-PACKAGES = "a_package"
+PACKAGES = "a_package_decodes"
 """Selects the tests of real packages; the others need no folder of them."""
 
 
@@ -68,7 +71,7 @@ def test_without_a_gpu_every_test_is_skipped_by_name(tmp_path: Path, models: Pat
     """Each says why, and what would have it fail instead."""
     ended = run(tmp_path, ONNX_PARITY_MODEL_DIR=str(models))
     assert ended.returncode == 0, ended.stdout
-    assert re.search(r"^4 skipped", ended.stdout, re.MULTILINE), ended.stdout
+    assert re.search(r"^6 skipped", ended.stdout, re.MULTILINE), ended.stdout
     skips = [line for line in ended.stdout.splitlines() if line.startswith("SKIPPED")]
     assert skips
     for line in skips:
@@ -87,7 +90,7 @@ def test_without_a_gpu_that_was_promised_the_lane_fails(tmp_path: Path, models: 
     for gate in ("cuda", "model"):
         assert f"ERROR: {gate} is required" in ended.stdout
     assert "skipped" not in ended.stdout.splitlines()[-1]
-    assert ("4 errors" in ended.stdout.splitlines()[-1]) == (not selection)
+    assert ("6 errors" in ended.stdout.splitlines()[-1]) == (not selection)
 
 
 def test_without_models_the_tests_of_packages_are_skipped_by_name(tmp_path: Path) -> None:
@@ -123,6 +126,47 @@ def test_every_package_is_decoded_and_the_report_has_both_times(tmp_path: Path, 
         assert {"candidate_s", "oracle_s", "candidate_tokens_per_s", "oracle_tokens_per_s"} == set(
             prompt["timing"]
         )
+
+
+def test_a_golden_decides_about_its_own_model_alone(tmp_path: Path) -> None:
+    """The demo gives its golden's tokens; a package of its name alone fails; without a golden: skipped."""
+    models = tmp_path / "models"
+    demo = builtin_package("demo")
+    assert demo is not None
+    shutil.copytree(demo.materialise(), models / "demo")
+    for name in ("smollm2", "without"):
+        (models / name).mkdir()
+        TinyDecoder(layers="ar", seed=3).save(models / name / "model.onnx")
+    ended = run(
+        tmp_path, "-p", "fixtures.claimed_cuda", "-k", "its_golden", ONNX_PARITY_MODEL_DIR=str(models)
+    )
+    assert ended.stdout.splitlines()[-1].startswith("1 failed, 1 passed, 1 skipped"), ended.stdout
+    assert "its_golden[smollm2]" in ended.stdout
+    assert "of another model" in ended.stdout
+    assert "there is no golden without.json" in ended.stdout
+
+
+ADVISORY = {
+    "exit_code": 1,
+    "outcome": "inconclusive",
+    "error": None,
+    "golden": {"advisory": True},
+    "prompts": [{"first_difference": 3}, {"first_difference": None}],
+}
+
+
+def test_an_advisory_golden_is_shown_and_decides_nothing() -> None:
+    """Neither a pass nor a failure; any other outcome of an advisory golden is a failure still."""
+    with pytest.raises(pytest.skip.Exception, match=r"advisory.*\[3, None\]"):
+        judge_golden(ADVISORY)
+    for outcome in ("crashed", "invalid-run", None):
+        with pytest.raises(pytest.fail.Exception, match=str(outcome)):
+            judge_golden(
+                ADVISORY | {"outcome": outcome, "golden": None if outcome is None else ADVISORY["golden"]}
+            )
+    with pytest.raises(pytest.fail.Exception, match="inconclusive"):
+        judge_golden(ADVISORY | {"golden": {"advisory": False}})
+    judge_golden(ADVISORY | {"outcome": "identical", "exit_code": 0})
 
 
 def test_an_engine_that_ran_elsewhere_fails_the_suite(tmp_path: Path, models: Path) -> None:
