@@ -92,6 +92,9 @@ def test_the_largest_difference_of_each_tensor_is_over_all_steps() -> None:
     seen = observed()
     both = changed(changed(seen, 0, LOGITS, 0, 0.5), 3, LOGITS, 0, 10.0)
     assert compare(seen, both).largest == {LOGITS: 7.0}
+    assert compare(seen, changed(changed(seen, 0, LOGITS, 0, 7.0), 3, LOGITS, 0, 3.5)).largest == {
+        LOGITS: 7.0
+    }
 
 
 def test_other_choices_are_told_from_other_logits() -> None:
