@@ -94,11 +94,6 @@ def wrong_token(steps: int = NEW_TOKENS, at: int = 2) -> EngineSpec:
     return planted(logits=fault)
 
 
-def only(precision: str, change: Any) -> Any:
-    """A change of the logits in one precision alone."""
-    return lambda taken, logits: change(logits) if taken == precision else logits
-
-
 def prefer(token: int, by: float, position: int) -> Any:
     """At one position `token` leads by `by`; elsewhere nothing changes."""
 
@@ -201,9 +196,13 @@ def test_both_faults_stand_in_the_report_and_the_first_one_is_named(tmp_path: Pa
 def test_a_choice_that_one_precision_of_the_source_shares_with_the_oracle_is_no_difference(
     model: Path,
 ) -> None:
-    """What float32 chooses otherwise by its rounding, float64 sets right."""
-    token = (DECODER.greedy((1, 2, 3), 1)[0] + 1) % DECODER.vocab
-    plan, engine = source_plan(DECODER, logits=only("float32", prefer(token, 1e-4, 2)))
+    """What float32 chooses otherwise by its rounding, float64 sets right; elsewhere it is the reverse."""
+    first, second = ((token + 1) % DECODER.vocab for token in DECODER.greedy((1, 2, 3), 2))
+
+    def change(taken: str, logits: NDArray[np.float64]) -> NDArray[np.float64]:
+        return prefer(first, 1e-4, 2)(logits) if taken == "float32" else prefer(second, 1e-4, 3)(logits)
+
+    plan, engine = source_plan(DECODER, logits=change)
     end, _, _ = check(model, plan, prompts=PROMPTS[:1])
     assert (end.verdict, end.attribution) == ("identical", None)
     assert engine.passes == ["float32", "float64", "closed", "closed"]
