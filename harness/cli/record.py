@@ -83,7 +83,7 @@ def command(
     with deferred_interrupts():
         import numpy as np  # noqa: F401 (imported here, Ctrl-C cannot break it)
 
-        import harness.parity.trace_file
+        import harness.parity.trace_writing
         from harness.engines.registry import parse_engine
         from harness.parity.recording import record
 
@@ -105,7 +105,7 @@ def command(
 
     recording = record(plan, on_decode=tell)
     with deferred_interrupts():
-        harness.parity.trace_file.write_trace(trace, recording)
+        harness.parity.trace_writing.write_trace(trace, recording)
     document = _document(recording, trace, model)
     failure = _failure(recording)
     if failure is not None:

@@ -45,7 +45,7 @@ def command(
     """
     import_what_runs()
     with deferred_interrupts():
-        from harness.parity.trace_file import read_trace
+        from harness.parity.trace_reading import read_trace
 
     recording = read_trace(trace)
     model = open_model(package, ignore_declared=recording.model.ignore_declared)

@@ -37,7 +37,8 @@ from harness.parity.recorded import (
 )
 from harness.parity.recording import RecordPlan, record
 from harness.parity.replay import Replay, require_complete, require_same_model
-from harness.parity.trace_file import read_trace, write_trace
+from harness.parity.trace_reading import read_trace
+from harness.parity.trace_writing import write_trace
 from harness.ports import read_ports
 from harness.report.document import ParityDocument
 
@@ -282,12 +283,14 @@ def opened(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+def rewrite(
+    path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None], *, tensors_too: bool = True
+) -> None:
     """Change a trace as someone does who knows its form: every hash is written anew."""
     metadata, tensors = opened(path)
     document = json.loads(metadata["document"])
     change(document, tensors)
-    for name, facts in document.get("tensors", {}).items():
+    for name, facts in document["tensors"].items() if tensors_too else ():
         if name in tensors:
             facts |= {"sha256": tensor_sha256(tensors[name]), "shape": list(tensors[name].shape)}
     text = json.dumps(document)
@@ -415,6 +418,42 @@ def test_a_trace_that_was_edited_is_refused_by_name(tmp_path: Path, recorded: Re
     with pytest.raises(InputError) as caught:
         require_complete(read_trace(path), top_k=TOP_K)
     assert named in caught.value.message
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where each value of a document stands, those of values within values too."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(place for key, each in inner for place in places(each, (*at, key)))]
+
+
+ODD = (None, True, -1, 3, 10**30, 0.5, float("inf"), float("nan"), "", "x", [], [[1]], {}, {"x": {}})
+
+
+@settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_value_in_the_place_of_another_is_refused_or_judged(
+    model: Path, tmp_path: Path, recorded: Recording, data: st.DataObject
+) -> None:
+    """Never an error that is not ours, whoever wrote the document: what can be read gives a valid report."""
+    path = tmp_path / "x.trace"
+    write_trace(path, recorded)
+    place = data.draw(st.sampled_from(places(json.loads(opened(path)[0]["document"]))[1:]))
+    odd = data.draw(st.sampled_from(ODD))
+
+    def put(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+        within = document
+        for key in place[:-1]:
+            within = within[key]
+        within[place[-1]] = odd
+
+    rewrite(path, put, tensors_too=False)
+    try:
+        candidate, prompts = replayed(read_trace(path), model)
+    except InputError:
+        return
+    json.dumps(report(model, candidate, prompts), allow_nan=False)
 
 
 def test_fewer_logits_than_a_report_shows_are_refused(recorded: Recording) -> None:
