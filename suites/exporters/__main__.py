@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from suites.exporters.recipes import EXPORTERS
 
@@ -37,7 +39,10 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Exit status: 1 if a failure of the matrix has no attribution, else 0: an exporter's failure is a result."""
+    """Exit status: 1 if a failure has no attribution, or a planted fault not its own; else 0.
+
+    An exporter's failure is a result.
+    """
     given = _arguments().parse_args()
     # Each verb imports its own: what runs beside an exporter has not our runtime, and the other way round.
     if given.verb == "build":
@@ -54,20 +59,26 @@ def main() -> int:
         configure(given.folder, only=given.only)
     elif given.verb == "check":
         from suites.exporters.checking import check
-        from suites.exporters.table import matrix_of, table_of
+        from suites.exporters.table import matrix_of
 
         matrix = matrix_of(check(given.folder, only=given.only))
         if given.matrix is not None:
             given.matrix.write_text(json.dumps(matrix, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         if given.table is not None:
-            given.table.write_text(table_of(matrix), encoding="utf-8")
+            _write_table(given.table, matrix)
         return int(any(row["attribution"] == "unknown" for row in matrix["rows"]))
     else:
-        from suites.exporters.table import table_of
-
         matrix = json.loads(given.matrix.read_text(encoding="utf-8"))
-        given.table.write_text(table_of(matrix), encoding="utf-8")
+        _write_table(given.table, matrix)
     return 0
+
+
+def _write_table(path: Path, matrix: Mapping[str, Any]) -> None:
+    """Put the table behind the mark in `path`; what a person wrote before it stays."""
+    from suites.exporters.table import MARK, table_of
+
+    written = path.read_text(encoding="utf-8").partition(MARK)[0] if path.is_file() else ""
+    path.write_text(f"{written}{MARK}\n{table_of(matrix)}", encoding="utf-8")
 
 
 if __name__ == "__main__":

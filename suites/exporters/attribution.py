@@ -1,8 +1,8 @@
 """Whose fault a row of the matrix is: by rule where the witnesses settle it, else by what was looked into.
 
-Three witnesses decide a decode: source model, oracle on the graph, runtime on the graph. Oracle against runtime
-names the runtime, source against oracle the exporter. What never came so far is attributed by where it ended, and
-`findings.toml` has, with its reason, each case that somebody looked into.
+Three witnesses decide a decode: source model, oracle on the graph, runtime on the graph. Oracle against
+runtime names the runtime, source against oracle the exporter. What never came so far is attributed by where
+it ended, and `findings.toml` has, with its reason, each case that somebody looked into.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["attribute"]
+
+_ROUNDING = 2e-5
+"""What float32 may make of logits, in parts of the largest: 170 times its spacing."""
 
 
 def attribute(row: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -35,7 +38,7 @@ def attribute(row: Mapping[str, Any]) -> tuple[str | None, str]:
 
 def _failure(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """What failed first, with the blame that goes by where it failed; None where nothing did."""
-    for judge in (_build, _topology, _decode, _source, _configuration, _layers):
+    for judge in (_build, _topology, _decode, _source, _configuration, _layers, _peer):
         found = judge(row)
         if found is not None:
             return found
@@ -64,11 +67,11 @@ def _decode(row: Mapping[str, Any]) -> tuple[str, str] | None:
     if verdict in {"crashed", "timeout", "unsupported"}:
         return "runtime", f"{verdict}: {failure['message'] if failure else decode['error']}"
     if verdict == "divergent" and row["precision"] != "fp32":
-        return None  # the verdict stands in the row: rounding of fp16 and int8 activations is measured, not blamed
+        return None  # the verdict stands in the row: what rounds to fp16 or int8 is measured, not blamed
     if parted is not None:
         shown = (
-            f"{verdict} at {parted['index']}: oracle {parted['oracle_token']}, runtime {parted['candidate_token']}, "
-            f"margin {parted['oracle_margin']:.2g}"
+            f"{verdict} at {parted['index']}: oracle {parted['oracle_token']}, "
+            f"runtime {parted['candidate_token']}, margin {parted['oracle_margin']:.2g}"
         )
         return "runtime", shown
     return "us", f"{verdict or 'no verdict'}: {decode['error']}"
@@ -80,10 +83,15 @@ def _source(row: Mapping[str, Any]) -> tuple[str, str] | None:
         return None
     parted = source["first_difference"]
     margin = parted["source_margin"]
+    if margin is not None and margin < _ROUNDING * parted["source_logit"]:
+        return (
+            "unknown",
+            f"token {parted['index']}: the source model puts both within {margin:.1g} of each other",
+        )
     behind = "is not among its five largest" if margin is None else f"is {margin:.2g} behind"
     shown = (
-        f"token {parted['index']} of prompt {parted['prompt'] + 1}: source model {parted['source_token']}, oracle and "
-        f"runtime {parted['oracle_token']}, which {behind}"
+        f"token {parted['index']} of prompt {parted['prompt'] + 1}: source model {parted['source_token']}, "
+        f"oracle and runtime {parted['oracle_token']}, which {behind}"
     )
     return "exporter", shown
 
@@ -102,6 +110,13 @@ def _layers(row: Mapping[str, Any]) -> tuple[str, str] | None:
     if layers is None or layers["agrees"]:
         return None
     return "us", f"layers with a cache: graph {layers['graph']}, source model {layers['source']}"
+
+
+def _peer(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    peer = row["peer"]
+    if peer is None or peer["agrees"] is not False:
+        return None  # what it cannot load is not about this package's tokens
+    return "unknown", f"{peer['engine']} generates other tokens than our loop"
 
 
 @cache

@@ -1,26 +1,31 @@
 """Check what the exporters built: runs in our environment, through the command that users have.
 
 For each package: the topology is derived and compared with what the exporter's own configuration declares and
-with the layers of the source model's cache; ONNX Runtime decodes it and the oracle verifies every token; and the
-tokens of the source model, recorded where it was built, are the third witness.
+with the layers of the source model's cache; ONNX Runtime decodes it and the oracle verifies every token; and
+the tokens of the source model, recorded where it was built, are the third witness.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from click.testing import CliRunner
 
 from harness.cli.app import app
 from suites.exporters.attribution import attribute
 from suites.exporters.recipes import EXPORTERS
 
-__all__ = ["check", "check_package"]
+__all__ = ["check", "check_package", "decode_facts", "source_facts"]
 
 _CANDIDATE = "ort-cpu"
+_FEATURES = ("input_features", "audio_features")
+"""What exporters call the features that an encoder hears."""
 _SIDECARS = ("genai_config.json", "inference_metadata.yaml")
 
 
@@ -34,7 +39,10 @@ def check(folder: Path, *, only: Collection[str] = ()) -> Iterator[dict[str, Any
     for exporter in EXPORTERS:
         for path in sorted((folder / exporter / "records").glob("*.json")):
             if not only or path.stem in only:
-                yield check_package(folder / exporter, path.stem)
+                row = check_package(folder / exporter, path.stem)
+                ended = f"{row['attribution']}: {row['evidence']}" if row["attribution"] else "agrees"
+                print(f"{exporter} {path.stem}: {ended:.160}", file=sys.stderr)  # noqa: T201 (progress)
+                yield row
 
 
 def check_package(folder: Path, name: str) -> dict[str, Any]:
@@ -54,6 +62,7 @@ def check_package(folder: Path, name: str) -> dict[str, Any]:
         "family": recipe["source"]["family"],
         "variant": recipe["variant"],
         "precision": recipe["precision"],
+        "planted": recipe["options"].get("fault"),
         "distributions": record["distributions"],
         "build_error": record["error"],
         "configuration": None,
@@ -61,6 +70,7 @@ def check_package(folder: Path, name: str) -> dict[str, Any]:
         "layers": None,
         "decode": None,
         "source": None,
+        "peer": None,
     }
     if record["error"] is None:
         witness = json.loads((source / "witness.json").read_text(encoding="utf-8"))
@@ -68,9 +78,11 @@ def check_package(folder: Path, name: str) -> dict[str, Any]:
         row["topology"] = _topology(derived)
         row["configuration"] = _configuration(package, derived)
         row["layers"] = _layers(derived, witness["cache"])
-        report = _decode(package, source, witness)
-        row["decode"] = _decoded(report)
-        row["source"] = _source(report, witness, precision=recipe["precision"])
+        peer = _peer_record(folder, name)
+        report = _decode(package, source, witness, _tokens(witness, peer))
+        row["decode"] = decode_facts(report)
+        row["source"] = source_facts(report, witness, precision=recipe["precision"])
+        row["peer"] = _peer(report, peer)
     row["attribution"], row["evidence"] = attribute(row)
     return row
 
@@ -152,31 +164,44 @@ def _layers(derived: Mapping[str, Any], cache: Mapping[str, list[int]] | None) -
     return {"graph": graph, "source": wanted, "agrees": graph == wanted}
 
 
-def _decode(package: Path, source: Path, witness: Mapping[str, Any]) -> dict[str, Any]:
+def _decode(package: Path, source: Path, witness: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """The report of a check of `tokens` new tokens a prompt, over the prompts of the witness."""
     prompts = [f"--prompt-ids={','.join(map(str, trace['prompt_ids']))}" for trace in witness["prompts"]]
-    inputs = source / "inputs.npz"
-    given = ["--inputs", str(inputs)] if inputs.is_file() else []
-    count = len(witness["prompts"][0]["token_ids"])
-    arguments = [
-        "check",
-        str(package),
-        "--candidate",
-        _CANDIDATE,
-        "--max-new-tokens",
-        str(count),
-        *prompts,
-        *given,
-    ]
-    runner = CliRunner()
-    with runner.isolated_filesystem():  # where the report goes
-        document = _run(*arguments)
-        if document.get("exit_code") == 2:
-            # What its configuration says cannot even be read: that is in the row, and here is the rest.
-            document = _run(*arguments, "--ignore-declared")
+    options = ["--candidate", _CANDIDATE, "--max-new-tokens", str(tokens), *prompts]
+    document: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        options += ["--report-dir", str(Path(folder, "report"))]
+        for number, arrays in enumerate(_encoder_inputs(source)):
+            given = []
+            if arrays:
+                path = Path(folder, f"inputs-{number}.npz")
+                np.savez(path, **arrays)
+                given = ["--inputs", str(path)]
+            document = _run("check", str(package), *options, *given)
+            if document.get("exit_code") == 2 and "--inputs" not in str(_error(document)):
+                # What is declared cannot even be read: that is in the row, and here is the rest.
+                document = _run("check", str(package), *options, *given, "--ignore-declared")
+            if document.get("exit_code") != 2 or "--inputs" not in str(_error(document)):
+                break
     return document
 
 
-def _decoded(report: Mapping[str, Any]) -> dict[str, Any]:
+def _encoder_inputs(source: Path) -> list[dict[str, Any]]:
+    """What an encoder hears under each name that exporters have for it, and last what it would say.
+
+    A package that names no encoder gets the hidden states of the source model's. One empty mapping where the
+    source model hears nothing.
+    """
+    path = source / "inputs.npz"
+    if not path.is_file():
+        return [{}]
+    with np.load(path) as arrays:
+        features, states = arrays["input_features"], arrays["encoder_hidden_states"]
+    return [*({name: features} for name in _FEATURES), {"encoder_hidden_states": states}]
+
+
+def decode_facts(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report of `check` says, as far as the matrix goes into it."""
     prompts, candidate = report.get("prompts") or [], report.get("candidate") or {}
     failures = [p["failure"] for p in prompts if p.get("failure")] or [candidate.get("failure")]
     divergence = next((p["first_divergence"] for p in prompts if p.get("first_divergence")), None)
@@ -193,7 +218,7 @@ def _decoded(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _source(
+def source_facts(
     report: Mapping[str, Any], witness: Mapping[str, Any], *, precision: str
 ) -> dict[str, Any] | None:
     """Where the source model's own tokens part from the oracle's, and by how much each side would have it so.
@@ -219,6 +244,7 @@ def _source(
                 "oracle_token": ours,
                 # How far the source model puts the oracle's token behind its own; None: further than its top.
                 "source_margin": behind,
+                "source_logit": abs(top[0][1]),
             }
     return {
         "engine": witness["engine"],
@@ -227,4 +253,40 @@ def _source(
         "tokens": sum(len(trace["token_ids"]) for trace in witness["prompts"]),
         "min_margin": min(step[0][1] - step[1][1] for trace in witness["prompts"] for step in trace["top"]),
         "first_difference": parted,
+    }
+
+
+def _peer_record(folder: Path, name: str) -> dict[str, Any] | None:
+    path = folder / "peers" / f"{name}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def _tokens(witness: Mapping[str, Any], peer: Mapping[str, Any] | None) -> int:
+    """New tokens to decode: as many as the longest of the other witnesses has."""
+    traces = [*witness["prompts"], *((peer or {}).get("prompts") or ())]
+    return max(len(trace["token_ids"]) for trace in traces)
+
+
+def _peer(report: Mapping[str, Any], peer: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Whether onnxruntime-genai's own loop generated what ours did on ONNX Runtime, up to where it stopped.
+
+    None where it was not tried, or where ours decoded nothing.
+    """
+    prompts = report.get("prompts") or []
+    if peer is None or not prompts or not all(p["candidate_ids"] for p in prompts):
+        return None
+    agrees, tokens = None, 0
+    if peer["prompts"] is not None:
+        pairs = zip(prompts, peer["prompts"], strict=True)
+        agrees = all(
+            ours["candidate_ids"][: len(its["token_ids"])] == its["token_ids"] for ours, its in pairs
+        )
+        tokens = min(len(trace["token_ids"]) for trace in peer["prompts"])
+    return {
+        "engine": peer["engine"],
+        "agrees": agrees,
+        "tokens": tokens,
+        "error": peer["error"],
+        # Without the configuration that `derive --write` wrote, where it was given one.
+        "before": peer.get("before"),
     }

@@ -1,4 +1,7 @@
-"""Give packages that came without one the `genai_config.json` that `derive --write` writes: runs in our environment."""
+"""Give packages that came without it the `genai_config.json` that `derive --write` writes.
+
+Runs in our environment.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What onnxruntime-genai itself generates from the packages: runs in its environment.
 
-Its loop is not ours: it reads `genai_config.json`, keeps its own caches, and feeds its own masks and positions. The
-same tokens from both are evidence for either. Written to `EXPORTER/peers/NAME.json`.
+Its loop is not ours: it reads `genai_config.json`, keeps its own caches, and feeds its own masks and
+positions. The same tokens from both are evidence for either. Written to `EXPORTER/peers/NAME.json`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CONFIG = "genai_config.json"
 def write_peers(folder: Path, *, only: Collection[str] = ()) -> None:
     """Let onnxruntime-genai continue the prompts of every package that it has a configuration for.
 
-    A package that was given one (`EXPORTER/configured/NAME`) is tried without it first: what the error then was
-    stands in the record as `before`.
+    A package that was given one (`EXPORTER/configured/NAME`) is tried without it first: what the error then
+    was stands in the record as `before`.
 
     Args:
         folder: the build folder.

@@ -46,9 +46,10 @@ def write_source(source: Source, to: Path) -> None:
     model.save_pretrained(to, safe_serialization=True)
     _tokenizer(config.get_text_config().vocab_size).save_pretrained(to)
     inputs = _encoder_inputs(source, config)
-    if inputs is not None:
-        np.savez(to / "inputs.npz", **inputs)
     with torch.no_grad():
+        if inputs is not None:
+            heard = model.get_encoder()(torch.from_numpy(inputs["input_features"])).last_hidden_state
+            np.savez(to / "inputs.npz", **inputs, encoder_hidden_states=heard.numpy())
         traces = [_trace(model, config, source, prompt, inputs) for prompt in PROMPTS]
         cache = _cache_facts(model, config, source, inputs)
     document = {

@@ -29,7 +29,8 @@ def export(recipe: Recipe, source: Path, to: Path) -> None:
 def _builder() -> Any:
     """The builder is a script, and imports the modules beside it by their bare names."""
     spec = find_spec("onnxruntime_genai")
-    assert spec is not None and spec.origin is not None, "an exporter that is not installed"
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("onnxruntime_genai is not installed")
     folder = str(Path(spec.origin).parent / "models")
     if folder not in sys.path:
         sys.path.insert(0, folder)
