@@ -315,6 +315,11 @@ def one_token_less(document: dict[str, Any], tensors: dict[str, Any]) -> None:
         tensors[f"prompt.1.decode.0.{name}"] = tensors[f"prompt.1.decode.0.{name}"][:-count]
 
 
+def fewer_tokens(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Logits of more tokens than there are."""
+    tensors[TOKENS] = tensors[TOKENS][:-1]
+
+
 def no_logits(document: dict[str, Any], tensors: dict[str, Any]) -> None:
     """The tokens alone."""
     del tensors["prompt.1.decode.0.top_logits"], document["tensors"]["prompt.1.decode.0.top_logits"]
@@ -389,6 +394,7 @@ def another_dtype(document: dict[str, Any], tensors: dict[str, Any]) -> None:
 EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
     "another token": (other_token, "contradicts itself: prompt.1.decode.0 has token"),
     "one token less": (one_token_less, "has 4 tokens of prompt 2 where a decode has 5"),
+    "fewer tokens": (fewer_tokens, "prompt.1.decode.0 has not the logits of each of its tokens"),
     "no logits": (no_logits, "lacks the tensor 'prompt.1.decode.0.top_logits'"),
     "fewer logits": (fewer_logits, "prompt.1.decode.0 has not the logits of each of its tokens"),
     "one decode": (one_decode, "has one decode of prompt 2"),
