@@ -16,13 +16,15 @@ from fixtures.decoder_graphs import CacheForm
 from fixtures.decoders import TinyDecoder
 from fixtures.sessions import open_session
 from fixtures.unrelated import unrelated
-from harness.engines.base import Session
+from harness.engines.base import Session, TensorHandle
 from harness.engines.registry import EngineSpec, parse_engine
+from harness.errors import EngineFailedError
 from harness.package import open_package
 from harness.parity.relations.band import Oracle
 from harness.parity.relations.base import NotApplicableError
 from harness.parity.relations.batching import PADDING, require_room
 from harness.parity.relations.catalogue import RELATIONS
+from harness.parity.relations.intercepting import Feeds, Intercepted, Names
 from harness.parity.relations.judging import Judged, RelationOutcome, judge
 from harness.parity.relations.laboratory import Laboratory, Subject
 from harness.parity.relations.observation import Observation, Script
@@ -90,6 +92,21 @@ def test_the_states_of_a_row_are_those_of_the_decode_alone(tmp_path: Path) -> No
         assert seen[step].states.keys() == moment.states.keys()
         for name, state in moment.states.items():
             np.testing.assert_allclose(seen[step].states[name], state, atol=1e-5)
+
+
+def test_an_engine_that_gives_fewer_rows_than_the_batch_has_failed(tmp_path: Path) -> None:
+    """Its shapes are no index error of ours."""
+    lab = laboratory(TinyDecoder("aa"), tmp_path)
+
+    def first_row(session: Session, feeds: Feeds, outputs: Names) -> dict[str, TensorHandle]:
+        given = session.run(feeds, outputs)
+        return {name: session.place(session.copy_out(handle)[:1]) for name, handle in given.items()}
+
+    with lab.session() as session:
+        rows = Rows(Intercepted(session, first_row), lab, [Row(script) for script in SCRIPTS])
+        with pytest.raises(EngineFailedError, match="logits has shape") as failed:
+            rows.decode(1)
+    assert failed.value.kind == "crashed"
 
 
 def outcomes(folder: Path, form: CacheForm, spec: EngineSpec, *, mask: bool = False) -> dict[str, Judged]:

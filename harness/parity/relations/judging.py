@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import isfinite
 
 from harness.errors import EngineFailedError, ParityError
 from harness.parity.relations.band import Yardstick
@@ -162,10 +163,9 @@ def _lacking(relation: Relation, case: int | None, yardstick: Yardstick) -> str 
             if not bands.holds(found):
                 port = bands.furthest(found)
                 assert port is not None
-                return (
-                    f"The graph itself lacks the property: on the oracle in float64, {port} differs by "
-                    f"{found.largest[port]:.3g}."
-                )
+                size = found.largest[port]
+                how = f"differs by {size:.3g}" if isfinite(size) else "has another shape, or is not finite"
+                return f"The graph itself lacks the property: on the oracle in float64, {port} {how}."
             if case is not None:
                 return None
     except NotApplicableError as error:

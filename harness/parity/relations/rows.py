@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.decode.axes import batch_axis
+from harness.decode.axes import batch_axis, written
 from harness.decode.buffers import StaticBuffers
 from harness.decode.caches import GrowingKv
 from harness.decode.calls import Call, CallInput
 from harness.decode.plan import FeedPlan
 from harness.engines.base import Session, TensorHandle
 from harness.engines.reduce import top_logits_of
+from harness.errors import EngineFailedError
 from harness.parity.relations.base import NotApplicableError
 from harness.parity.relations.laboratory import Laboratory
 from harness.parity.relations.observation import Moment, Observation, Script, keeps_states
@@ -158,8 +159,8 @@ class Rows:
         self, outputs: Mapping[str, TensorHandle], watched: int, step: int, *, total: int, hidden: int
     ) -> Moment:
         session, plan = self._session, self._plan
-        logits = session.copy_out(outputs[plan.logits])[watched : watched + 1]
-        last = logits[0] if logits.ndim == 2 else logits[0, -1]
+        logits = session.copy_out(self._of_all_rows(plan.logits, outputs[plan.logits], 0))
+        last = logits[watched] if logits.ndim == 2 else logits[watched, -1]
         (top,) = top_logits_of(last[None], 1)
         states = {}
         carried = {name: outputs[name] for name in plan.carried}
@@ -168,11 +169,27 @@ class Rows:
                 given: name for c in plan.caches for name, given in zip(c.inputs, c.outputs, strict=True)
             }
             for name, handle in carried.items():
-                array = session.copy_out(handle)
                 axis = self._axes.get(inputs[name])
+                array = session.copy_out(handle if axis is None else self._of_all_rows(name, handle, axis))
                 states[name] = array if axis is None else array.take([watched], axis=axis)
             states = trimmed(plan, states, total=total, hidden=hidden)
         return Moment(top.argmax, last, states)
+
+    def _of_all_rows(self, name: str, handle: TensorHandle, axis: int) -> TensorHandle:
+        """The output `name`, which must have a row for each decode along `axis`.
+
+        Raises:
+            EngineFailedError: it has not.
+        """
+        shape, count = handle.shape, len(self._rows)
+        if axis < len(shape) and shape[axis] == count:
+            return handle
+        engine = self._session.info.engine
+        raise EngineFailedError(
+            f"{engine}: {name} has shape {list(shape)}, and {count} rows were fed, along axis {axis}.",
+            kind="crashed",
+            next_action="Run the model on another engine to see which of graph and engine is wrong.",
+        )
 
 
 def trimmed(
@@ -224,7 +241,7 @@ def _batch_axes(lab: Laboratory, session: Session, plan: FeedPlan) -> dict[str, 
     token = lab.subject.topology.token_input or ""
     shape = ports[token].shape or ()
     if len(shape) < 2 or isinstance(shape[0], int):
-        raise NotApplicableError(f"{token} takes one sequence: its shape is {_written(shape)}.")
+        raise NotApplicableError(f"{token} takes one sequence: its shape is {written(shape)}.")
     axes = {each.name: _axis_of_call(each, ports[each.name], shape[0]) for each in plan.calls}
     rows = {name: axis for name, (axis, _) in row_axes(plan).items()}
     for cache in plan.caches:
@@ -232,7 +249,7 @@ def _batch_axes(lab: Laboratory, session: Session, plan: FeedPlan) -> dict[str, 
             extents = ports[name].shape or ()
             axis = batch_axis(extents, shape[0])
             if axis is None or axis == rows.get(output) or isinstance(extents[axis], int):
-                raise NotApplicableError(f"{name} holds one sequence: its shape is {_written(extents)}.")
+                raise NotApplicableError(f"{name} holds one sequence: its shape is {written(extents)}.")
             axes[name] = axis
     return axes
 
@@ -247,7 +264,3 @@ def _axis_of_call(each: CallInput, port: Port, batch: Dimension) -> int | None:
     ]
     named = [axis for axis in free if shape[axis] == batch]
     return next(iter(named or free), None)
-
-
-def _written(shape: Sequence[Dimension]) -> str:
-    return "[" + ", ".join("?" if extent is None else str(extent) for extent in shape) + "]"
