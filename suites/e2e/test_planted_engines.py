@@ -145,6 +145,8 @@ class Project:
 def shared_memory() -> set[str]:
     """Named shared memory that no living process has open or mapped."""
     names = {str(path) for path in Path("/dev/shm").glob("*")}
+    if not names:  # also where the system has no such folder, nor maps of memory to look at
+        return names
     for process in psutil.process_iter():
         try:
             names -= {entry.path for entry in process.memory_maps(grouped=True)}
