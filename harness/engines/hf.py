@@ -240,6 +240,9 @@ def _load(transformers: Any, folder: Path, dtype: Any) -> tuple[Any, int]:
             f"{folder}: the weights {_some(other)} have another shape than config.json says.",
             next_action="Use the config.json that belongs to the weights.",
         )
+    if hasattr(model, "set_experts_implementation"):
+        # As plain as the attention: fused products of experts take no float64.
+        model.set_experts_implementation("eager")
     return model.eval(), len(found["unexpected_keys"])
 
 

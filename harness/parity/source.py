@@ -78,6 +78,7 @@ class SourceModel:
         self._topology = Topology(token_input=tokens.name, logits_output=logits.name)
         self._precision = str(self._session.info.settings.get("precision", ""))
         self._sessions = {self._precision: self._session}
+        self._failed: set[str] = set()
         known = logits.shape[-1] if logits.shape else None
         if plan.vocabulary is not None and known != plan.vocabulary:
             self.close()
@@ -114,10 +115,9 @@ class SourceModel:
         found = compare_with_source(oracle, own)
         if found.verdict is Verdict.IDENTICAL:
             return found
-        other = self._other()
-        if other is None:
+        again = self._again(own)
+        if again is None:
             return compare_with_source(oracle, own, bands=rounding_bands(reference))
-        again = self._pass(other, own.prompt_ids, own.token_ids)
         spread = 2 * SPREAD_FACTOR * spread_between(own, again)
         finest, coarse = (own, again) if self._precision == _FINEST else (again, own)
         steps = tuple(
@@ -132,17 +132,27 @@ class SourceModel:
         for session in self._sessions.values():
             session.close()
 
-    def _other(self) -> Session | None:
-        """A session in the other precision; None for an engine that has none."""
+    def _again(self, own: Trace) -> Trace | None:
+        """The same in the other precision; None where the engine has none, or the model does not run in it.
+
+        Some have operators for float32 alone, and some no room for float64.
+        """
         precision = _OTHER.get(self._precision)
-        if precision is None or "precision" not in self._plan.spec.engine.options:
+        if (
+            precision is None
+            or "precision" not in self._plan.spec.engine.options
+            or precision in self._failed
+        ):
             return None
-        if precision not in self._sessions:
-            spec = self._plan.spec
-            self._sessions[precision] = self._open(
-                replace(spec, options={**spec.options, "precision": precision})
-            )
-        return self._sessions[precision]
+        try:
+            if precision not in self._sessions:
+                spec = self._plan.spec
+                options = {**spec.options, "precision": precision}
+                self._sessions[precision] = replace(spec, options=options).open(self._plan.folder)
+            return self._pass(self._sessions[precision], own.prompt_ids, own.token_ids)
+        except (EngineFailedError, InvalidRunError):
+            self._failed.add(precision)
+            return None
 
     def _open(self, spec: EngineSpec) -> Session:
         try:

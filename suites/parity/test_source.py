@@ -246,6 +246,31 @@ def test_a_source_with_one_precision_is_taken_to_round_as_the_oracle_does(model:
     assert 0 < found.noise_band < 1e-3
 
 
+@pytest.mark.parametrize("when", ["opening", "running"])
+def test_a_source_that_does_not_run_in_its_other_precision_is_taken_so_too(model: Path, when: str) -> None:
+    """Some models have operators for float32 alone: no reason to prove nothing."""
+    token = (DECODER.greedy((1, 2, 3), 1)[0] + 1) % DECODER.vocab
+
+    def fail(precision: str) -> None:
+        if precision == "float64":
+            raise EngineFailedError("no room", kind="crashed", next_action="Buy some.")
+
+    def change(taken: str, logits: NDArray[np.float64]) -> NDArray[np.float64]:
+        if when == "running":
+            fail(taken)
+        return prefer(token, 1.0, 2)(logits)
+
+    opening = fail if when == "opening" else lambda precision: None
+    plan, engine = source_plan(DECODER, logits=change, opening=opening)
+    end, judged, _ = check(model, plan)
+    assert (end.verdict, end.attribution) == ("divergent", "exporter")
+    found = [witnessed(each).first_divergence for each in judged]
+    assert found[0] is not None
+    assert found[0].noise_band is not None
+    assert 0 < found[0].noise_band < 1e-3
+    assert engine.passes.count("float64") == (1 if when == "running" else 0)
+
+
 def test_the_oracle_is_as_sure_against_the_source_as_against_a_candidate(model: Path) -> None:
     """Where the source differs, the oracle decides in float64."""
     token = (DECODER.greedy((1, 2, 3), 1)[0] + 1) % DECODER.vocab
