@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -194,6 +194,15 @@ def test_the_worst_case_decides_and_is_named() -> None:
     """All of them are counted."""
     found = judged(pair(), pair(NEAR), pair(NEAR / 2))
     assert (found.outcome, found.case, found.cases) == (RelationOutcome.WITHIN_BAND, f"by {NEAR}", 3)
+
+
+def test_a_premise_counts_only_where_it_fails() -> None:
+    """That other shapes round otherwise says nothing of what was asked; that they part beyond it does."""
+    near, far = (replace(pair(size, tokens=(1, 0)), premise=True) for size in (NEAR, FAR))
+    found = judged(near, pair(bitwise=True), oracle=(pair(), pair()))
+    assert (found.outcome, found.cases) == (RelationOutcome.BITWISE, 1)
+    assert judged(far, pair(bitwise=True), oracle=(pair(0.25),)).outcome is RelationOutcome.NOT_APPLICABLE
+    assert judged(far, pair(bitwise=True), oracle=(pair(),)).outcome is RelationOutcome.BROKEN
 
 
 def test_a_tensor_that_rounding_does_not_touch_has_a_band_of_zero() -> None:

@@ -26,12 +26,15 @@ class Pair:
         found: what the other one gave.
         bitwise: whether they must agree to the last bit. Else both are computed in other shapes or orders,
             and may differ by what rounding does.
+        premise: whether it only shows that the cases behind it mean something: it need not be reported where
+            it does not fail.
     """
 
     label: str
     expected: Observation
     found: Observation
     bitwise: bool
+    premise: bool = False
 
 
 class Relation(Protocol):

@@ -86,8 +86,11 @@ def _judge(relation: Relation, lab: Laboratory, yardstick: Yardstick) -> Judged:
     judged: list[Judged] = []
     try:
         for number, pair in enumerate(relation.observe(lab)):
-            judged.append(_case(relation, number, pair, yardstick))
-            if judged[-1].outcome in (RelationOutcome.BROKEN, RelationOutcome.NOT_APPLICABLE):
+            found = _case(relation, number, pair, yardstick)
+            fails = found.outcome in (RelationOutcome.BROKEN, RelationOutcome.NOT_APPLICABLE)
+            if fails or not pair.premise:
+                judged.append(found)
+            if fails:
                 break  # one case is enough to say so
     except NotApplicableError as error:
         judged.append(Judged(RelationOutcome.NOT_APPLICABLE, str(error)))

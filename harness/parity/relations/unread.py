@@ -71,7 +71,7 @@ def _hidden(lab: Laboratory, pairs: list[GrowingPair]) -> Iterator[Pair]:
         plan = lab.plan(session)
         zeros = _with_hidden(session, lab, plan, pairs, 0)
         expected = written_rows(lab, plan)
-    yield Pair(f"{PADDING} hidden rows of zeros", expected, zeros, bitwise=False)
+    yield Pair(f"{PADDING} hidden rows of zeros", expected, zeros, bitwise=False, premise=True)
     with lab.session() as session:
         found = _with_hidden(session, lab, plan, pairs, CANARY)
     yield Pair(f"{PADDING} hidden rows of {CANARY}", zeros, found, bitwise=True)
