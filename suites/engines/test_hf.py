@@ -245,3 +245,49 @@ def test_code_that_comes_with_a_model_is_not_run(source: Path, tmp_path: Path) -
     with pytest.raises(EngineFailedError, match="transformers cannot load"):
         ENGINE.open(tmp_path, {})
     assert not (tmp_path / "ran").exists()
+
+
+_SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "mixtral": _SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mamba2": {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "state_size": 8,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 1,
+    },
+    "gemma3_text": _SHAPE | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+}
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("kind", OTHERS)
+def test_experts_states_and_windows_run_in_both_precisions(kind: str, tmp_path: Path) -> None:
+    """What is fused for float32 alone is computed plainly; the two differ by the rounding of float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(kind, **OTHERS[kind], **special)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ids = np.arange(10, dtype=np.int64)[None]
+    given = []
+    for precision in ("float32", "float64"):
+        session = ENGINE.open(tmp_path, {"precision": precision})
+        logits = session.run({TOKENS: session.place(ids)}, (LOGITS,))[LOGITS]
+        given.append(session.copy_out(logits))
+        assert session.info.settings["unused_weights"] == 0
+    np.testing.assert_allclose(*given, atol=1e-5 * np.abs(given[1]).max())
+    assert np.any(given[0] != given[1])
