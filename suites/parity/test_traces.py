@@ -25,7 +25,7 @@ from fixtures.effort import examples
 from fixtures.scripted import Act, Fault, scripted
 from harness.engines.registry import EngineSpec, parse_engine
 from harness.errors import InputError
-from harness.events import Event
+from harness.events import Event, TokenDecoded
 from harness.parity.candidate import Prompt
 from harness.parity.check import TOP_K, CheckPlan, run_check
 from harness.parity.recorded import (
@@ -98,7 +98,7 @@ def report(
     oracle: str = "oracle",
     stop_ids: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """The report of a check, without what depends on the clock."""
+    """The report of a check, without what depends on the clock, and what it told of the candidate on the way."""
     document = ParityDocument()
     heard: list[Event] = []
 
@@ -125,7 +125,8 @@ def report(
         del prompt["timing"]
     if found["oracle"] is not None and found["oracle"]["proof"] is not None:
         del found["oracle"]["proof"]["seconds"]
-    return found
+    told = [event for event in heard if isinstance(event, TokenDecoded) and event.role == "candidate"]
+    return found | {"told": [(event.index, event.step, event.token_id) for event in told]}
 
 
 def through_a_file(recording: Recording, folder: Path) -> Recording:
