@@ -7,6 +7,7 @@ A build folder has, for each exporter: `sources/NAME` (checkpoint, tokenizer, `w
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -23,6 +24,7 @@ from suites.exporters.witness import write_source
 
 __all__ = ["build"]
 
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
 _CONFIGS = ("config.json", "generation_config.json")
 """What a user copies along where an exporter does not: prefixes of decoders are nowhere else."""
 
@@ -76,13 +78,7 @@ def _built(module: Exporter, recipe: Recipe, folder: Path) -> dict[str, Any]:
         Exception,
         SystemExit,
     ) as raised:  # of libraries that raise anything; a command's exit is a failure
-        where = traceback.extract_tb(raised.__traceback__)[-1]
-        error = {
-            "stage": stage,
-            "type": type(raised).__name__,
-            "message": " ".join(str(raised).split())[:400],
-            "where": f"{_library_path(where.filename)}:{where.lineno}",
-        }
+        error = {"stage": stage, **_error(raised)}
         shutil.rmtree(package, ignore_errors=True)
     return {
         "recipe": asdict(recipe),
@@ -90,6 +86,18 @@ def _built(module: Exporter, recipe: Recipe, folder: Path) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 2),
         "copied": copied,
         "error": error,
+    }
+
+
+def _error(raised: BaseException) -> dict[str, str]:
+    """What an exporter raised first: some wrap it in an error of their own, with advice."""
+    while raised.__cause__ is not None:
+        raised = raised.__cause__
+    where = traceback.extract_tb(raised.__traceback__)[-1]
+    return {
+        "type": type(raised).__name__,
+        "message": " ".join(_COLOURS.sub("", str(raised)).split())[:400],
+        "where": f"{_library_path(where.filename)}:{where.lineno}",
     }
 
 

@@ -39,7 +39,9 @@ class _Step(torch.nn.Module):
 
 def export(recipe: Recipe, source: Path, to: Path) -> None:
     """Trace one step with a batch of two, two new tokens and three old ones, every such axis dynamic."""
-    model = auto_class(recipe.source.kind).from_pretrained(source, attn_implementation="eager").eval()
+    # Experts as one batch of products: what transformers groups them into has no translation.
+    ways = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
+    model = auto_class(recipe.source.kind).from_pretrained(source, **ways).eval()
     old, new = torch.tensor([[5, 6, 7], [9, 8, 6]]), torch.tensor([[5, 6], [7, 8]])
     with torch.no_grad():
         layers = model(input_ids=old, past_key_values=DynamicCache(), use_cache=True).past_key_values.layers
