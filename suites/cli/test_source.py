@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from fixtures.decoders import TinyDecoder
+from fixtures.exported import TinySource
 from fixtures.seq2seq import TinySeq2Seq
 from harness.cli.app import run
 
@@ -120,14 +121,20 @@ def test_a_decoder_that_goes_by_an_encoder_has_no_source_to_compare(check: Check
 
 
 @pytest.mark.hf
-def test_a_check_without_a_source_imports_no_torch(tmp_path: Path) -> None:
-    """It takes seconds, and nobody asked for it; nor does one with a source, in this process."""
+@pytest.mark.parametrize("asked", [False, True])
+def test_torch_is_never_imported_where_the_command_runs(tmp_path: Path, asked: bool) -> None:
+    """It takes seconds that nobody asked for; with a source it is loaded in a process of its own.
+
+    The source is another model's, which is found out after it was loaded.
+    """
     package = TinyDecoder().save(tmp_path / "model.onnx")
+    source = ["--source", str(TinySource().save(tmp_path / "source"))] if asked else []
+    asked_for = ["check", str(package), "--prompt-ids", "1", "--report-dir", str(tmp_path / "r"), *source]
     code = (
-        "import sys; from harness.cli.app import run; "
-        f"run(['check', {str(package)!r}, '--prompt-ids', '1', '--report-dir', {str(tmp_path / 'r')!r}]); "
+        f"import sys; from harness.cli.app import run; run({asked_for!r}); "
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "verdict: identical" in ended.stdout
+    assert ("verdict: identical" in ended.stdout) is not asked
+    assert ("source knows 61 tokens, and the package has logits for 11" in ended.stderr) is asked
     assert ended.stdout.splitlines()[-1] == "[]"
