@@ -18,6 +18,8 @@ from fixtures.decoders import TinyDecoder, save_graph
 from fixtures.planted import planted
 from harness.cli.app import run
 from harness.engines import registry
+from harness.engines.base import Availability
+from harness.engines.ort import OrtCpuEngine
 from harness.parity.conform import CONFORMANT, ConformPlan, run_conform
 from harness.parity.relations.catalogue import RELATIONS
 from harness.parity.relations.laboratory import Subject
@@ -243,6 +245,23 @@ def test_bad_usage_is_one_line_and_leaves_no_report(
     assert message in document["error"]["message"]
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "reports").exists()
+
+
+def test_an_engine_that_is_not_there_is_said_so(conform: Conform, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 5: never another engine instead."""
+    gone = Availability(usable=False, reason="it was taken away.", next_action="Bring it back.")
+    monkeypatch.setattr(OrtCpuEngine, "availability", lambda engine: gone)
+    status, document, err = conform("--engine", "ort-cpu", *PROMPT)
+    assert (status, document["verdict"]) == (5, None)
+    assert "it was taken away" in document["error"]["message"]
+    assert "Bring it back." in err
+
+
+def test_strict_placement_makes_a_run_on_the_cpu_invalid(conform: Conform) -> None:
+    """Exit 6, with the nodes."""
+    status, document, _ = conform("--engine", "ort-cpu:threads=1", *PROMPT, *QUICK, "--strict-placement")
+    assert (status, document["verdict"], document["relations"]) == (6, "invalid-run", [])
+    assert "CPUExecutionProvider" in document["error"]["message"]
 
 
 def test_a_refused_topology_is_said_so(conform: Conform, package: Path) -> None:
