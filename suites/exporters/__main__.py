@@ -59,14 +59,15 @@ def main() -> int:
         configure(given.folder, only=given.only)
     elif given.verb == "check":
         from suites.exporters.checking import check
-        from suites.exporters.table import matrix_of
+        from suites.exporters.table import matrix_of, text_of
 
         matrix = matrix_of(check(given.folder, only=given.only))
         if given.matrix is not None:
-            given.matrix.write_text(json.dumps(matrix, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            given.matrix.write_text(text_of(matrix), encoding="utf-8")
         if given.table is not None:
             _write_table(given.table, matrix)
-        return int(any(row["attribution"] == "unknown" for row in matrix["rows"]))
+        misjudged = [row for row in matrix["rows"] if row["planted"] and row["attribution"] != "exporter"]
+        return int(bool(misjudged) or any(row["attribution"] == "unknown" for row in matrix["rows"]))
     else:
         matrix = json.loads(given.matrix.read_text(encoding="utf-8"))
         _write_table(given.table, matrix)

@@ -146,6 +146,8 @@ def _cache_facts(
     try:
         outputs = model(input_ids=torch.tensor([PROMPTS[0]]), use_cache=True)
         cache = getattr(outputs, "past_key_values", None) or outputs.cache_params
+        if type(cache) is not transformers.DynamicCache:
+            raise TypeError(f"a {type(cache).__name__}")
         layers = list(cache.layers)
     except (AttributeError, TypeError, ValueError) as error:
         logging.getLogger(__name__).info("%s keeps a cache of its own: %s", source.name, error)
