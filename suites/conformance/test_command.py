@@ -16,6 +16,7 @@ from onnx import numpy_helper
 
 from fixtures.decoders import TinyDecoder, save_graph
 from fixtures.planted import planted
+from fixtures.seq2seq import FORMS, TinySeq2Seq
 from harness.cli.app import run
 from harness.engines import registry
 from harness.engines.base import Availability
@@ -57,7 +58,7 @@ def conform(package: Path, capsys: pytest.CaptureFixture[str]) -> Conform:
     """Runs the command: exit status, document, and what stood on standard error."""
 
     def conform(*options: str) -> tuple[int, dict[str, Any], str]:
-        status = run(["conform", str(package), *options, "--json"])
+        status = run(["conform", str(package if package.exists() else package.parent), *options, "--json"])
         out, err = capsys.readouterr()
         document: dict[str, Any] = json.loads(out)
         jsonschema.validate(document, SCHEMA)
@@ -262,6 +263,22 @@ def test_strict_placement_makes_a_run_on_the_cpu_invalid(conform: Conform) -> No
     status, document, _ = conform("--engine", "ort-cpu:threads=1", *PROMPT, *QUICK, "--strict-placement")
     assert (status, document["verdict"], document["relations"]) == (6, "invalid-run", [])
     assert "CPUExecutionProvider" in document["error"]["message"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_package_of_several_graphs_has_the_relations_of_one_sequence(
+    conform: Conform, form: str, package: Path
+) -> None:
+    """Its graphs pass tensors on that are of one sequence; where they keep any, a session has one decode."""
+    package.unlink()
+    TinySeq2Seq(seed=4).save(package.parent, form, config={"decoder_start_token_id": 3})
+    status, document, _ = conform(
+        "--engine", "ort-cpu:threads=1", "--in-process", "--prompt-ids", "3,1,2,5", "--max-new-tokens", "4"
+    )
+    assert (status, document["verdict"]) == (0, CONFORMANT)
+    found = outcomes(document)
+    assert found["second-generation"] == found["rewind"] == found["run-to-run"] == "bitwise"
+    assert found["batch"] == "not-applicable"
 
 
 def test_a_refused_topology_is_said_so(conform: Conform, package: Path) -> None:
