@@ -98,7 +98,7 @@ def report(
     oracle: str = "oracle",
     stop_ids: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """The report of a check, without what depends on the clock, and what it told of the candidate on the way."""
+    """The report of a check, without what depends on the clock; and what it told of the candidate."""
     document = ParityDocument()
     heard: list[Event] = []
 
