@@ -83,9 +83,9 @@ def command(
     with deferred_interrupts():
         import numpy as np  # noqa: F401 (imported here, Ctrl-C cannot break it)
 
-        import harness.parity.trace_writing
         from harness.engines.registry import parse_engine
         from harness.parity.recording import record
+        from harness.parity.trace_writing import write_trace
 
     spec = parse_engine(engine) if engine is not None else None
     check_target(trace)
@@ -104,8 +104,7 @@ def command(
         )
 
     recording = record(plan, on_decode=tell)
-    with deferred_interrupts():
-        harness.parity.trace_writing.write_trace(trace, recording)
+    write_trace(trace, recording)
     document = _document(recording, trace, model)
     failure = _failure(recording)
     if failure is not None:
