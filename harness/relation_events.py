@@ -1,8 +1,8 @@
 """What happens while relations are tried, as plain frozen data: emitted by `parity`, consumed by `report`.
 
 A stream is: `RelationsStarted`, `ReferenceDecoded`, then for each relation `RelationStarted` and
-`RelationJudged`, perhaps `BandsMeasured`, and last `RelationsFinished`. Where nothing can be tried,
-`RelationsFinished` follows at once and says why.
+`RelationJudged`, with `BandsMeasured` between the two of the first that needs a band, and last
+`RelationsFinished`. Where nothing can be tried, `RelationsFinished` follows at once and says why.
 """
 
 from __future__ import annotations

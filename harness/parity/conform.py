@@ -13,7 +13,7 @@ from harness.engines.placement import require_off_cpu
 from harness.engines.registry import EngineSpec
 from harness.errors import EngineFailedError, InvalidRunError, ParityError
 from harness.events import FailureFacts
-from harness.parity.relations.band import BAND_FACTOR, NoOracle, Oracle, Yardstick
+from harness.parity.relations.band import BAND_FACTOR, NoOracle, Oracle
 from harness.parity.relations.base import Relation
 from harness.parity.relations.catalogue import RELATIONS
 from harness.parity.relations.judging import Judged, RelationOutcome, exit_code_of, judge
@@ -109,19 +109,19 @@ def _run(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:
         raise
     emit(_start(plan))
     emit(reference)
-    yardstick: Yardstick = NoOracle(_NO_ORACLE)
+    oracle = None
     if plan.oracle is not None:
-        yardstick = Oracle(plan.oracle, plan.subject, lambda: lab.tokens)
+        oracle = Oracle(plan.oracle, plan.subject, lambda: lab.tokens)
+    is_told = False
     outcomes: list[RelationOutcome] = []
     for relation in plan.relations:
         emit(RelationStarted(relation.name))
-        judged = judge(relation, lab, yardstick)
+        judged = judge(relation, lab, oracle or NoOracle(_NO_ORACLE))
         outcomes.append(judged.outcome)
+        if oracle is not None and oracle.was_asked and not is_told:
+            emit(_bands(oracle))
+            is_told = True
         emit(_event(relation, judged))
-    if plan.oracle is not None and isinstance(yardstick, Oracle) and yardstick.was_asked:
-        bands = yardstick.bands()
-        spreads = {} if bands is None else bands.spreads
-        emit(BandsMeasured(plan.oracle.name, BAND_FACTOR, spreads, yardstick.reason))
     worst = min(outcomes, key=list(RelationOutcome).index)
     code = first_exit_code(map(exit_code_of, outcomes))
     return RelationsFinished(worst.value if code else CONFORMANT, code)
@@ -171,6 +171,11 @@ def _decode_reference(plan: ConformPlan, lab: Laboratory) -> ReferenceDecoded:
 
 def _reference(info: SessionInfo, token_ids: tuple[int, ...]) -> ReferenceDecoded:
     return ReferenceDecoded(info.version, info.settings, info.placement, info.mode, token_ids)
+
+
+def _bands(oracle: Oracle) -> BandsMeasured:
+    bands = oracle.bands()
+    return BandsMeasured(oracle.name, BAND_FACTOR, {} if bands is None else bands.spreads, oracle.reason)
 
 
 def _event(relation: Relation, judged: Judged) -> RelationJudged:

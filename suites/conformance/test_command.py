@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -17,15 +18,19 @@ from onnx import numpy_helper
 from fixtures.decoders import TinyDecoder, save_graph
 from fixtures.planted import planted
 from fixtures.seq2seq import FORMS, TinySeq2Seq
+from fixtures.unrelated import unrelated
 from harness.cli.app import run
 from harness.engines import registry
 from harness.engines.base import Availability
 from harness.engines.ort import OrtCpuEngine
+from harness.engines.registry import parse_engine
 from harness.parity.conform import CONFORMANT, ConformPlan, run_conform
 from harness.parity.relations.catalogue import RELATIONS
 from harness.parity.relations.laboratory import Subject
 from harness.relation_events import RelationEvent
 from harness.report.conformance import ConformanceDocument
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="isolation needs POSIX signals")
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "reports/schemas/conformance-1.schema.json").read_text(encoding="utf-8"))
@@ -211,6 +216,33 @@ def test_every_state_of_a_report_is_valid(package: Path) -> None:
 
     run_conform(plan, look)
     assert codes == [130] * (len(codes) - 1) + [0]
+
+
+def test_the_band_stands_beside_the_first_relation_that_is_judged_by_it(package: Path) -> None:
+    """An interruption behind it leaves a report that says what its numbers are held against."""
+    decoder = TinyDecoder(layers="ar", seed=3)
+    plan = ConformPlan(
+        package="tiny",
+        model_name="tiny",
+        model_sha256="0" * 64,
+        topology_outcome="derived",
+        engine=unrelated(breaks="chunked-prefill", by="bit"),
+        process="in-process",
+        subject=Subject(model=package, topology=decoder.topology, prompt=(1, 5, 3, 9), steps=3),
+        oracle=parse_engine("oracle"),
+        relations=[relation for relation in RELATIONS if relation.name in ("rewind", "chunked-prefill")],
+    )
+    document = ConformanceDocument()
+    bands = []
+
+    def look(event: RelationEvent) -> None:
+        document(event)
+        bands.append((len(document.mapping()["relations"]), document.mapping()["band"] is not None))
+
+    run_conform(plan, look)
+    assert bands[-1] == (2, True)
+    assert {known for count, known in bands if count == 1} == {False, True}
+    assert (2, False) not in bands
 
 
 def test_a_person_reads_what_differed_first(package: Path, capsys: pytest.CaptureFixture[str]) -> None:

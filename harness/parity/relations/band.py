@@ -96,6 +96,8 @@ class Oracle:
             subject: what is decoded.
             tokens: gives the candidate's, which are followed.
         """
+        self.name = spec.name
+        """The oracle's."""
         self._spec = spec
         self._subject = subject
         self._tokens = tokens
