@@ -18,6 +18,8 @@ HEAVY = (
     "yaml",
     "rich",
     "jinja2",
+    "torch",
+    "transformers",
 )
 
 
