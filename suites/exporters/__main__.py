@@ -26,7 +26,7 @@ def _arguments() -> argparse.ArgumentParser:
     check = verbs.add_parser("check", help="check every package, and write the matrix")
     check.add_argument("--matrix", type=Path, metavar="FILE.json", help="where the matrix goes")
     check.add_argument("--table", type=Path, metavar="FILE.md", help="where it goes as a table")
-    table = verbs.add_parser("table", help="write the table of a matrix anew")
+    table = verbs.add_parser("table", help="attribute the rows of a matrix anew, as after a new finding")
     table.add_argument("--matrix", type=Path, metavar="FILE.json", required=True)
     table.add_argument("--table", type=Path, metavar="FILE.md", required=True)
     for verb in verbs.choices.values():
@@ -69,7 +69,14 @@ def main() -> int:
         misjudged = [row for row in matrix["rows"] if row["planted"] and row["attribution"] != "exporter"]
         return int(bool(misjudged) or any(row["attribution"] == "unknown" for row in matrix["rows"]))
     else:
-        matrix = json.loads(given.matrix.read_text(encoding="utf-8"))
+        from suites.exporters.attribution import attribute
+        from suites.exporters.table import matrix_of, text_of
+
+        rows = json.loads(given.matrix.read_text(encoding="utf-8"))["rows"]
+        for row in rows:
+            row["attribution"], row["evidence"] = attribute(row)
+        matrix = matrix_of(rows)
+        given.matrix.write_text(text_of(matrix), encoding="utf-8")
         _write_table(given.table, matrix)
     return 0
 

@@ -78,7 +78,7 @@ def _built(module: Exporter, recipe: Recipe, folder: Path) -> dict[str, Any]:
         Exception,
         SystemExit,
     ) as raised:  # of libraries that raise anything; a command's exit is a failure
-        error = {"stage": stage, **_error(raised)}
+        error = {"stage": stage, **_error(raised, folder)}
         shutil.rmtree(package, ignore_errors=True)
     return {
         "recipe": asdict(recipe),
@@ -89,14 +89,16 @@ def _built(module: Exporter, recipe: Recipe, folder: Path) -> dict[str, Any]:
     }
 
 
-def _error(raised: BaseException) -> dict[str, str]:
+def _error(raised: BaseException, folder: Path) -> dict[str, str]:
     """What an exporter raised first: some wrap it in an error of their own, with advice."""
     while raised.__cause__ is not None:
         raised = raised.__cause__
     where = traceback.extract_tb(raised.__traceback__)[-1]
+    # Where the build folder lies is not part of what went wrong.
+    said = _COLOURS.sub("", str(raised)).replace(f"{folder}/", "")
     return {
         "type": type(raised).__name__,
-        "message": " ".join(_COLOURS.sub("", str(raised)).split())[:400],
+        "message": " ".join(said.split())[:400],
         "where": f"{_library_path(where.filename)}:{where.lineno}",
     }
 
@@ -110,5 +112,6 @@ def _copy_configs(source: Path, package: Path) -> list[str]:
 
 
 def _library_path(path: str) -> str:
-    """A file's path below the folder that libraries are installed in."""
-    return path.rpartition("site-packages/")[2]
+    """A file's path below the folder that libraries are installed in; for others, its name."""
+    _, installed, below = path.rpartition("site-packages/")
+    return below if installed else Path(path).name

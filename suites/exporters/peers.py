@@ -53,6 +53,10 @@ def write_peers(folder: Path, *, only: Collection[str] = ()) -> None:
             if name in given:
                 document["before"] = _generated(folder / exporter / "packages" / name, prompts)["error"]
             document.update(_generated(package, prompts))
+            # Where the build folder lies is not part of what went wrong.
+            for key in ("before", "error"):
+                if document.get(key) is not None:
+                    document[key] = document[key].replace(f"{folder}/", "")
             path = folder / exporter / "peers" / f"{name}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(document) + "\n", encoding="utf-8")
