@@ -16,7 +16,7 @@ class Exporter(Protocol):
     """A module of this folder.
 
     Attributes:
-        DISTRIBUTIONS: whose versions the record names, the exporter first.
+        DISTRIBUTIONS: whose versions the record names.
     """
 
     DISTRIBUTIONS: Sequence[str]
