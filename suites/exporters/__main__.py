@@ -23,7 +23,7 @@ def _arguments() -> argparse.ArgumentParser:
     build.add_argument("--again", action="store_true", help="also what is built already")
     verbs.add_parser("configure", help="give packages the genai_config.json that is derived from their graph")
     verbs.add_parser("peers", help="let onnxruntime-genai generate from every package that it can load")
-    check = verbs.add_parser("check", help="check every package, and write the matrix")
+    check = verbs.add_parser("check", help="check every package, or those named, and write the matrix")
     check.add_argument("--matrix", type=Path, metavar="FILE.json", help="where the matrix goes")
     check.add_argument("--table", type=Path, metavar="FILE.md", help="where it goes as a table")
     table = verbs.add_parser("table", help="attribute the rows of a matrix anew, as after a new finding")
@@ -59,9 +59,12 @@ def main() -> int:
         configure(given.folder, only=given.only)
     elif given.verb == "check":
         from suites.exporters.checking import check
-        from suites.exporters.table import matrix_of, text_of
+        from suites.exporters.table import matrix_of, merged, text_of
 
-        matrix = matrix_of(check(given.folder, only=given.only))
+        rows = list(check(given.folder, only=given.only))
+        if given.only and given.matrix is not None and given.matrix.is_file():
+            rows = merged(json.loads(given.matrix.read_text(encoding="utf-8"))["rows"], rows)
+        matrix = matrix_of(rows)
         if given.matrix is not None:
             given.matrix.write_text(text_of(matrix), encoding="utf-8")
         if given.table is not None:

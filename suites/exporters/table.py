@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["MARK", "matrix_of", "table_of", "text_of"]
+__all__ = ["MARK", "matrix_of", "merged", "table_of", "text_of"]
 
 MARK = "<!-- What follows is written by `python -m suites.exporters table`. -->"
 SCHEMA = "onnx-parity/exporters/1"
@@ -17,6 +17,13 @@ def matrix_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The JSON document: every row, and what they come to."""
     kept = list(rows)
     return {"schema": SCHEMA, "summary": _summary(kept), "rows": kept}
+
+
+def merged(rows: Sequence[Mapping[str, Any]], newer: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows, each replaced by the newer one of its package where there is one; new packages come last."""
+    found = {(row["exporter"], row["package"]): row for row in rows}
+    found.update({(row["exporter"], row["package"]): row for row in newer})
+    return list(found.values())
 
 
 def text_of(matrix: Mapping[str, Any]) -> str:

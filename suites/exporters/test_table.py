@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from suites.exporters.table import matrix_of, table_of, text_of
+from suites.exporters.table import matrix_of, merged, table_of, text_of
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "exporters.json"
 
@@ -61,6 +61,14 @@ def test_planted_faults_are_counted_for_themselves() -> None:
     assert (summary["asked for"], summary["agreeing three ways in fp32"]) == (1, 1)
     assert (summary["planted faults"], summary["of these laid at the exporter's door"]) == (1, 1)
     assert "failures laid to: exporter" not in summary
+
+
+def test_newer_rows_take_the_places_of_older_ones() -> None:
+    """Order stays, so that a matrix of which a part was checked again differs in that part alone."""
+    older = [row("one"), row("two"), {**row("one"), "exporter": "genai"}]
+    again, new = row("two", **FAILED), row("three")
+
+    assert merged(older, [new, again]) == [older[0], again, older[2], new]
 
 
 def test_the_text_is_the_document() -> None:
