@@ -88,6 +88,8 @@ def place_declared(
     for name in io.optional_inputs:
         if _find(placement, name, "input") is not None:
             placement.place(name, "input", Role.OPTIONAL, _BECAUSE)
+    for name, direction in io.listed:
+        _find(placement, name, direction)
 
 
 def _held_against(

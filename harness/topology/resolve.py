@@ -107,7 +107,7 @@ def resolve(
         placement = _place(inventory, io, names, configured, StateShapeMatch.EXACT, flow)
         if placement.findings and shape_match is StateShapeMatch.SYMBOLIC:
             placement = _place(inventory, io, names, (*configured, *CONVENTIONS), shape_match, flow)
-    is_declared = io != DeclaredIo({})
+    is_declared = io != DeclaredIo({}, listed=io.listed)
     has_state = any(port.role is Role.STATE for port in placement.inputs.values())
     if Gate(gate) is Gate.RECURRENT_ONLY and not is_declared and not has_state:
         return Derivation(Outcome.DECLINED, refusal=_declined(inventory))

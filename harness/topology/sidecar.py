@@ -43,6 +43,9 @@ _AUXILIARY_FIELDS: Mapping[str, Literal["input", "output"]] = {
 """Ports that the published block names and a decode has no use for."""
 _MANNERS = ("aliasing", "kv_layout", "kv_ownership", "kv_update", "sequence_source")
 """Keys of the published block that name no port: they say how a runtime may go about it."""
+_PORT_LISTS: Mapping[str, Literal["input", "output"]] = {"inputs": "input", "outputs": "output"}
+"""Ports as an exporter lists them, each with its name, dtype, rank and shape, and without a role."""
+_PORT_FIELDS = ("name", "dtype", "rank", "shape")
 _LIST_FIELDS = ("kv_inputs", "kv_outputs", "cross_kv_inputs", "cross_kv_outputs")
 STATIC_CACHE_PORTS = ("write_indices_input", "kv_sequence_length_input")
 STATIC_CACHE_LISTS = ("key_cache_inputs", "value_cache_inputs", "key_cache_outputs", "value_cache_outputs")
@@ -52,6 +55,7 @@ _KNOWN_FIELDS = (
     *_LIST_FIELDS,
     *_AUXILIARY_FIELDS,
     *_MANNERS,
+    *_PORT_LISTS,
     "state_pairs",
     "optional_inputs",
     "static_cache",
@@ -72,6 +76,7 @@ class DeclaredIo:
         optional_inputs: inputs that may be left at zeros.
         static_cache: the fields of a cache of fixed size, as far as they are declared; None without one.
         auxiliary: ports that are declared as something that a decode has no use for, with their direction.
+        listed: ports that are said to exist, with their direction.
     """
 
     single: Mapping[Role, str]
@@ -83,6 +88,7 @@ class DeclaredIo:
     optional_inputs: tuple[str, ...] = ()
     static_cache: Mapping[str, str | tuple[str, ...]] | None = None
     auxiliary: tuple[tuple[str, Literal["input", "output"]], ...] = ()
+    listed: tuple[tuple[str, Literal["input", "output"]], ...] = ()
 
 
 def declared_io_of(
@@ -142,6 +148,12 @@ def read_io_block(block: Mapping[str, Any]) -> DeclaredIo:
             (name, direction)
             for key, direction in _AUXILIARY_FIELDS.items()
             if (name := optional_string(block, key, f"io.{key}")) is not None
+        ),
+        listed=tuple(
+            (name, direction)
+            for key, direction in _PORT_LISTS.items()
+            if key in given
+            for name in _listed(given[key], f"io.{key}")
         ),
     )
 
@@ -235,6 +247,18 @@ def _optional_inputs(value: object) -> tuple[str, ...]:
         if absent.get("kind", "zeros") != "zeros":
             raise misfit(f"io.optional_inputs.{name}.absent.kind", "zeros", absent["kind"])
     return tuple(value)
+
+
+def _listed(value: object, place: str) -> list[str]:
+    """Names of ports that are described one by one."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise misfit(place, "a list of ports", value)
+    names = []
+    for index, item in enumerate(value):
+        port = mapping(item, f"{place}[{index}]")
+        known_keys(port, _PORT_FIELDS, f"{place}[{index}]")
+        names.append(string(port.get("name"), f"{place}[{index}].name"))
+    return names
 
 
 def _static_cache(value: object) -> Mapping[str, str | tuple[str, ...]]:

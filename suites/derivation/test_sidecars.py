@@ -177,6 +177,10 @@ def test_a_declared_pair_must_still_be_able_to_feed_itself() -> None:
         ({"state_pairs": [{"input": "a", "output": "b", "update": "add"}]}, "io.state_pairs[0].update"),
         ({"static_cache": ["a"]}, "io.static_cache"),
         ({"optional_inputs": {"a": {"absent": {"kind": "ones"}}}}, "io.optional_inputs.a.absent.kind"),
+        ({"inputs": "input_ids"}, "io.inputs"),
+        ({"inputs": {"name": "input_ids"}}, "io.inputs"),
+        ({"outputs": [{"name": "logits"}, "logits"]}, "io.outputs[1]"),
+        ({"outputs": [{"dtype": "fp32"}]}, "io.outputs[0].name"),
     ],
 )
 def test_a_malformed_block_is_bad_input_at_its_place(block: Mapping[str, Any], place: str) -> None:
@@ -197,6 +201,7 @@ def test_a_malformed_block_is_bad_input_at_its_place(block: Mapping[str, Any], p
             "io.state_pairs[0] has the key 'inti'",
             "init",
         ),
+        ({"inputs": [{"name": "input_ids", "type": "int64"}]}, "io.inputs[0] has the key 'type'", "dtype"),
         ({7: "input_ids"}, "io has the key 7", "Known are"),
         ({None: "input_ids"}, "io has the key None", "token_input"),
         ({"zzz": 1}, "io has the key 'zzz'", "kv_inputs"),
@@ -222,6 +227,25 @@ def test_keys_of_the_published_block_that_name_no_port_are_accepted() -> None:
     }
     assert resolve(dense_06b(layers=1), declared=block).outcome is Outcome.DERIVED
     assert io_block(topology(dense_06b(layers=1), declared=block)) == io_block(topology(dense_06b(layers=1)))
+
+
+def test_ports_that_are_listed_have_no_role_by_that_and_must_exist() -> None:
+    """An exporter describes each port beside its role: that says what there is, and not what it is for."""
+    inventory = dense_06b(layers=1)
+    block = {
+        key: [
+            {"name": p.name, "dtype": p.dtype, "rank": len(p.shape or ()), "shape": list(p.shape or ())}
+            for p in side
+        ]
+        for key, side in (("inputs", inventory.inputs), ("outputs", inventory.outputs))
+    }
+    found = resolve(inventory, declared=block)
+    assert found.outcome is Outcome.DERIVED
+    assert found.topology == topology(inventory)
+    for key, other in (("inputs", "logits"), ("outputs", "input_ids")):
+        for name in ("nobody", other):
+            missing = refusal(inventory, declared={**block, key: [*block[key], {"name": name}]})
+            assert (missing.code, missing.ports) == ("E_DECLARED_PORT_MISSING", (name,))
 
 
 def test_a_declared_hidden_output_is_not_taken_for_the_logits() -> None:
