@@ -199,7 +199,7 @@ def test_the_scores_that_it_shows(
 def test_keys_and_values_of_another_layer(
     new: int, past: int, window: int, against_ort: Callable[..., None], seeded: np.random.RandomState
 ) -> None:
-    """Layers that share a cache: no rows of their own, and as the past the present of the layer that has them."""
+    """Layers that share a cache: no rows of their own, and for a past the present of another layer."""
     caches = [floats(seeded, 1, KV_HEADS, past + new, WIDTH) for _ in range(2)]
     inputs = inputs_of(
         seeded, caches, past=past, new=new, extra={7: floats(seeded, 16, 8), 8: floats(seeded, 16, 8)}
