@@ -236,6 +236,20 @@ def test_fused_templates_and_names_of_states(past: str, present: str) -> None:
     assert resolve(whole, genai_config=other, declared={"state_pairs": pairs}).outcome is Outcome.DECLARED
 
 
+def test_a_contradiction_and_a_template_left_aside_are_both_said(tmp_path: Path) -> None:
+    """Each is a warning of its own, whichever was found first."""
+    path = two_layers(tmp_path / "m.onnx")
+    crosswise = {"kv_inputs": list(TWO_LAYERS), "kv_outputs": ["present.1.key", "present.0.key"]}
+    found = resolve(
+        read_ports(path),
+        declared=crosswise,
+        genai_config=config(past_key_names="my.%d"),
+        flow=read_cache_flow(path),
+    )
+    assert sum(warning.endswith(KEEP) for warning in found.warnings) == len(TWO_LAYERS)
+    assert any(warning.startswith("No input is named like `my.%d`") for warning in found.warnings)
+
+
 def test_a_refusal_keeps_its_warnings() -> None:
     """What was left aside may be why there is a refusal."""
     inventory = dense_06b(layers=1)

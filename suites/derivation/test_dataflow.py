@@ -505,6 +505,23 @@ def chain(caches: int, length: int, *, joined: bool) -> CacheFlow:
     return flow
 
 
+def test_weights_are_looked_for_only_where_an_output_needs_one() -> None:
+    """An output that a node or an input gives needs none; one that neither gives must be a weight."""
+    asked: list[frozenset[str]] = []
+
+    def weights(names: frozenset[str]) -> set[str]:
+        asked.append(names)
+        return {"weight"}
+
+    flow = CacheFlow(["given"], ["given"])
+    assert flow.unproduced == frozenset()
+    flow.close(weights)
+    assert (asked, flow.unproduced) == ([], frozenset())
+    flow = CacheFlow(["given"], ["given", "weight", "nothing"])
+    flow.close(weights)
+    assert (asked, flow.unproduced) == ([{"weight", "nothing"}], {"nothing"})
+
+
 def test_long_ways_of_many_caches_are_walked_to_their_ends() -> None:
     """More steps in all than any fixed bound would allow: what each cache costs is its own."""
     flow = chain(60, 2_000, joined=False)
