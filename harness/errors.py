@@ -85,6 +85,8 @@ class EngineFailedError(ParityError):
         kind: `crashed`, `timeout`, or `unsupported` (an operator or type that it lacks).
         step: index of the decode step at which it failed (0 is the prefill); None before decoding.
         details: how its process ended, as far as it is known.
+        ports: the caches that came back in a shape in which they cannot be fed again: a failure of the
+            engine, or of the graph; empty where it failed otherwise.
     """
 
     exit_code: ClassVar[int] = 4
@@ -97,11 +99,13 @@ class EngineFailedError(ParityError):
         kind: Literal["crashed", "timeout", "unsupported"],
         step: int | None = None,
         details: FailureDetails = FailureDetails(),
+        ports: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message, next_action=next_action)
         self.kind = kind
         self.step = step
         self.details = details
+        self.ports = ports
 
 
 class EngineUnavailableError(ParityError):

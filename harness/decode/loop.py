@@ -194,7 +194,7 @@ def _decode(
             given = decoding.feed(new)
             (top,) = session.top_logits(given[plan.logits], k=top_k, positions=(-1,))
         except EngineFailedError as error:
-            failure = TraceFailure(error.kind, step, error.message, error.details)
+            failure = TraceFailure(error.kind, step, error.message, error.details, error.ports)
             break
         finally:
             seconds += time.perf_counter() - began

@@ -10,7 +10,7 @@ from harness.decode.feeds import FeedPlan
 from harness.engines.base import Session, TensorHandle
 from harness.errors import EngineFailedError, NotDrivableError
 
-__all__ = ["Decoding", "Snapshot"]
+__all__ = ["Decoding", "Snapshot", "undrivable_cache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,21 @@ class Decoding:
             self._caches = plan.advance(outputs, fed=fed, past=past, tokens=self._past)
         except CacheShapeError as error:
             if past == 0:
-                raise NotDrivableError(
-                    f"The decode loop cannot drive this graph: {error}.",
-                    next_action="Declare the cache's kind in inference_metadata.yaml, or export it with KV "
-                    "that grows by one row for each token.",
-                    ports=(error.port,),
-                ) from error
+                raise undrivable_cache(f"{error}.", (error.port,)) from error
             raise EngineFailedError(
                 f"{session.info.engine}: {error}.",
                 kind="crashed",
                 next_action="Run the model on another engine to see which of graph and engine is wrong.",
+                ports=(error.port,),
             ) from error
         return outputs
+
+
+def undrivable_cache(shapes: str, ports: tuple[str, ...]) -> NotDrivableError:
+    """The refusal of a graph whose caches come back in shapes in which they cannot be fed again."""
+    return NotDrivableError(
+        f"The decode loop cannot drive this graph: {shapes}",
+        next_action="Declare the cache's kind in inference_metadata.yaml, or export it with KV "
+        "that grows by one row for each token.",
+        ports=ports,
+    )

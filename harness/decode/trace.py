@@ -20,12 +20,14 @@ class TraceFailure:
         step: the step that failed; 0 is the prefill. As many tokens stand in the trace.
         message: what the engine said, one line.
         details: how its process ended, as far as it is known.
+        ports: as in `harness.errors.EngineFailedError`; not kept in a file.
     """
 
     kind: Literal["crashed", "timeout", "unsupported"]
     step: int
     message: str
     details: FailureDetails = field(default_factory=FailureDetails)
+    ports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.engines.base import TopLogits
 from harness.engines.ort_runtime import run_error
-from harness.engines.reduce import top_logits_of
+from harness.engines.reduce import check_logits_shape, top_logits_of
 from harness.engines.tensor_types import numpy_dtype, port_dtype
-from harness.errors import InputError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -91,11 +90,7 @@ class DevicePrograms:
         if k < 1:
             raise ValueError(f"k must be at least 1, not {k}")
         shape = tuple(value.shape())
-        if len(shape) not in (2, 3) or shape[0] != 1 or shape[-1] == 0:
-            raise InputError(
-                f"Logits have shape {list(shape)}; they must be [1, positions, vocab] or [1, vocab].",
-                next_action="Name the graph's logits output under `io.logits_output`.",
-            )
+        check_logits_shape(shape)
         count, vocabulary = (shape[1] if len(shape) == 3 else 1), shape[-1]
         wanted = range(count) if positions is None else positions
         outside = [p for p in wanted if not -count <= p < count]

@@ -11,10 +11,24 @@ from harness.errors import InputError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["merged", "top_logits_of"]
+__all__ = ["check_logits_shape", "merged", "top_logits_of"]
 
 _BLOCK = 256
 """Logits per block of the threshold search; one block's maximum costs about one vector register."""
+
+
+def check_logits_shape(shape: Sequence[int]) -> None:
+    """See that logits have the form that a reduction takes: [1, positions, vocab] or [1, vocab].
+
+    Raises:
+        InputError: another rank, a batch other than 1, or an empty vocabulary.
+    """
+    if len(shape) not in (2, 3) or shape[0] != 1 or shape[-1] == 0:
+        raise InputError(
+            f"Logits have shape {list(shape)}; they must be [1, positions, vocab] or [1, vocab].",
+            next_action="Export the graph with logits of such a shape; if another of its outputs has them, "
+            "name that one under `io.logits_output`.",
+        )
 
 
 def top_logits_of(array: NDArray[Any], k: int, positions: Sequence[int] | None = None) -> list[TopLogits]:
@@ -37,11 +51,7 @@ def top_logits_of(array: NDArray[Any], k: int, positions: Sequence[int] | None =
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
-    if array.ndim not in (2, 3) or array.shape[0] != 1 or array.shape[-1] == 0:
-        raise InputError(
-            f"Logits have shape {list(array.shape)}; they must be [1, positions, vocab] or [1, vocab].",
-            next_action="Name the graph's logits output under `io.logits_output`.",
-        )
+    check_logits_shape(array.shape)
     import numpy as np
 
     rows = array[0] if array.ndim == 3 else array

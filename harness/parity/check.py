@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.decode.batch import Continued
+from harness.decode.loop import forced_decode
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
+from harness.decode.stepping import undrivable_cache
 from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import SessionInfo
 from harness.engines.placement import require_off_cpu
@@ -185,9 +187,33 @@ class _Check:
                 raise failure
             progress = self._progress(index, "candidate")
             decoded = self._candidate.decode(prompt, on_step=progress)
+            if decoded.failure is not None and decoded.failure.ports:
+                self._require_drivable(prompt, decoded)
         except EngineFailedError as error:
             decoded = _failed(index, _facts(error), 0.0)
         self._waiting.append((index, prompt, decoded))
+
+    def _require_drivable(self, prompt: Prompt, decoded: Trace) -> None:
+        """See that a cache came back in a wrong shape from the candidate alone.
+
+        Raises:
+            NotDrivableError: it does from the oracle as well, after the same tokens: so it is the graph, or
+                the topology, that is wrong.
+        """
+        plan = self._plan
+        tokens = (*decoded.token_ids, 0)  # the last one is never fed
+        try:
+            session = plan.oracle.open(plan.model)
+        except EngineFailedError:
+            return
+        try:
+            own = forced_decode(
+                session, plan.topology, decoded.prompt_ids, tokens, top_k=1, extra=prompt.extra
+            ).failure
+        finally:
+            session.close()
+        if own is not None and own.ports:
+            raise undrivable_cache(own.message.removeprefix(f"{session.info.engine}: "), own.ports)
 
     def _rows(self) -> list[Continued]:
         """What waits and can be a row of a batch."""

@@ -302,6 +302,18 @@ def test_prompts_behind_the_first_are_rows_of_one_pass(model: Path, monkeypatch:
     assert set(rows[rows.index(5) :]) == {4, 5}
 
 
+def test_a_cache_that_only_the_candidate_spoils_is_a_crash(model: Path) -> None:
+    """The oracle gets it back in its shape after the same tokens, so it is not the graph that is refused."""
+
+    def spoil(run: int) -> None:
+        if run == 2:
+            raise EngineFailedError("short", next_action="-", kind="crashed", ports=("present",))
+
+    end, (judged,) = check(model, planted(run=spoil), prompts=PROMPTS[:1])
+    assert (end.verdict, end.exit_code) == ("crashed", 4)
+    assert judged.candidate_ids == DECODER.greedy(PROMPTS[0].token_ids, 2)
+
+
 @pytest.mark.parametrize("run", [0, NEW_TOKENS, 2 * NEW_TOKENS + 1])
 def test_an_interrupted_check_keeps_what_was_judged(model: Path, run: int) -> None:
     """Ctrl-C during a run of the candidate: no verdict, exit 130, all earlier prompts judged, all closed."""

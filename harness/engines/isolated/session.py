@@ -14,8 +14,8 @@ from harness.engines.base import SessionInfo, TensorHandle, TopLogits
 from harness.engines.isolated.arena import aligned
 from harness.engines.isolated.process import Worker
 from harness.engines.isolated.protocol import Document, info_from, ports_from, top_from
+from harness.engines.reduce import check_logits_shape
 from harness.engines.tensor_types import dtype_of_array, numpy_dtype
-from harness.errors import InputError
 from harness.ports import PortInventory
 
 if TYPE_CHECKING:
@@ -189,11 +189,7 @@ def _check_reduction(shape: tuple[int, ...], k: int, positions: Sequence[int] | 
     """Tell a caller's mistake from an engine's failure; rules as in `harness.engines.reduce`."""
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
-    if len(shape) not in (2, 3) or shape[0] != 1 or shape[-1] == 0:
-        raise InputError(
-            f"Logits have shape {list(shape)}; they must be [1, positions, vocab] or [1, vocab].",
-            next_action="Name the graph's logits output under `io.logits_output`.",
-        )
+    check_logits_shape(shape)
     count = shape[1] if len(shape) == 3 else 1
     for position in positions or ():
         if not -count <= position < count:
