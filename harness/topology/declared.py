@@ -39,19 +39,31 @@ def place_configured(placement: Placement, names: GenaiNames) -> None:
 
 
 def note_unfollowed(placement: Placement, names: GenaiNames) -> None:
-    """Say which templates of `genai_config.json` no port follows, and which ports are derived instead."""
+    """Say which templates of `genai_config.json` no port follows, and which ports are otherwise.
+
+    The evidence of ports that are derived instead says so as well.
+    """
     for one in names.templates:
         is_input = one.direction == "input"
         ports = placement.inventory.inputs if is_input else placement.inventory.outputs
-        table = PatternTable([(one.pattern, None)])
-        if any(table.matches(port.name) for port in ports):
-            continue
-        what = f"no {one.direction} is named like {quoted(one.pattern)}, {one.key} of genai_config.json"
-        placement.warnings.append(f"{what[0].upper()}{what[1:]}: it is left aside. Correct it, or remove it.")
         side = placement.inputs if is_input else placement.outputs
-        for name, port in side.items():
-            if port.role is one.role:
-                side[name] = replace(port, because=f"{port.because}; {what}")
+        table = PatternTable([(one.pattern, None)])
+        followers = [port.name for port in ports if table.matches(port.name)]
+        if not followers:
+            what = f"no {one.direction} is named like {quoted(one.pattern)}, {one.key} of genai_config.json"
+            placement.warnings.append(
+                f"{what[0].upper()}{what[1:]}: it is left aside. Correct it, or remove it."
+            )
+            for name, port in side.items():
+                if port.role is one.role:
+                    side[name] = replace(port, because=f"{port.because}; {what}")
+        others = [name for name in followers if name in side and side[name].role is not one.role]
+        if others:
+            kept = side[others[0]]
+            placement.warnings.append(
+                f"By {one.key} of genai_config.json {listed(others)} would be {one.role.value}. Kept is "
+                f"{kept.role.value}: {kept.because}. Correct the configuration."
+            )
 
 
 def place_declared(

@@ -140,9 +140,9 @@ def _place(
     _place_caches(placement, io, conventions, match, flow)
     _place_token(placement, declared=frozenset(io.single))
     _place_logits(placement)
+    note_unfollowed(placement, names)
     for port in placement.open_outputs():
         placement.place(port.name, "output", Role.AUXILIARY, "no cache and not the logits; nothing needs it")
-    note_unfollowed(placement, names)
     unknown = _unexplained(placement, placement.open_inputs())
     if unknown:
         placement.findings.append(_unknown(unknown))

@@ -192,6 +192,40 @@ def test_a_template_that_no_port_follows_is_said(key: str) -> None:
     assert io_block(found.topology) == io_block(plain.topology)
 
 
+def test_a_template_that_the_graph_contradicts_is_said(tmp_path: Path) -> None:
+    """Presents configured crosswise: the graph settles which is whose, and each template has its warning."""
+    kinds = ("key", "value")
+    pasts = {f"past_key_values.{layer}.{kind}": GROWING for layer in (0, 1) for kind in kinds}
+    presents = {f"present.{layer}.{kind}": GROWN for layer in (0, 1) for kind in kinds}
+    nodes = [node for past, present in zip(pasts, presents, strict=True) for node in concat(past, present)]
+    path = model(tmp_path / "m.onnx", nodes, pasts, presents)
+    crosswise = {f"present_{kind}_names": f"present.%d.{other}" for kind, other in (kinds, kinds[::-1])}
+    for names, warnings in (
+        ({}, ()),
+        (
+            crosswise,
+            tuple(
+                f"By present_{kind}_names of genai_config.json `present.0.{other}`, `present.1.{other}` "
+                f"would be kv_{kind}. Kept is kv_{other}: the graph feeds it to `present.0.{other}` through "
+                "Concat. Correct the configuration."
+                for kind, other in (kinds, kinds[::-1])
+            ),
+        ),
+    ):
+        found = resolve(read_ports(path), genai_config=config(**names), flow=read_cache_flow(path))
+        assert found.warnings == warnings
+        assert found.topology is not None
+        assert found.topology.kv_outputs == tuple(presents)
+
+
+def test_a_port_that_is_refused_has_no_such_warning() -> None:
+    """A port of no role is in the refusal, and nothing else is kept for it."""
+    inventory = dense_06b(layers=1)
+    more = Port("present.7.key", "float32", ("b", 8, "t", 128))
+    found = resolve(PortInventory(inventory.inputs, (*inventory.outputs, more)), genai_config=config())
+    assert (found.outcome, found.warnings) == (Outcome.REFUSED, ())
+
+
 @pytest.mark.parametrize(
     ("key", "direction"),
     [
