@@ -11,11 +11,15 @@ def main() -> NoReturn:
     """Run the command and exit with its status."""
     import sys
 
-    from harness.cli.process import deferred_interrupts
-
+    status = 130
     try:
+        from harness.cli.process import deferred_interrupts, ending, take_interrupts
+
+        take_interrupts()
         with deferred_interrupts():
             from harness.cli.app import run
+        status = run(sys.argv[1:])
+        ending()
     except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(run(sys.argv[1:]))
+        pass
+    sys.exit(status)

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from harness.cli.output import InterruptionError, print_json_line, report_error
-from harness.cli.process import deferred_interrupts, guarded_streams
+from harness.cli.process import deferred_interrupts, ending, guarded_streams
 from harness.errors import InputError, ParityError
 
 __all__ = ["app", "run"]
@@ -111,6 +111,7 @@ def _verb(arguments: list[str]) -> str | None:
 
 def _fail(failure: ParityError, arguments: list[str]) -> int:
     """Report what kept a verb from starting, also as its document where one was asked for."""
+    ending()
     report_error(failure)
     if "--json" in arguments:
         verb = _verb(arguments)

@@ -12,7 +12,7 @@ import click
 from harness.cli.options import DecodeOptions, limit_options, report_option
 from harness.cli.output import json_option, print_json_line, report_error, reporting
 from harness.cli.preparing import Model, open_model, plan_task, refusal_mapping, usable_engine
-from harness.cli.process import deferred_interrupts
+from harness.cli.process import deferred_interrupts, ending
 from harness.cli.prompting import PromptOptions
 from harness.cli.running import EndError, default_report_dir, import_what_runs
 from harness.errors import InputError, ParityError
@@ -231,6 +231,8 @@ def _run_and_report(plan: ConformPlan, model: Model, *, report_dir: Path | None,
     progress = RelationProgress(say)
 
     def emit(event: RelationEvent) -> None:
+        if isinstance(event, RelationsFinished):
+            ending()
         for sink in (document, writer, progress):
             sink(event)
 

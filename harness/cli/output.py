@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeAlias
 
 import click
 
+from harness.cli.process import INTERRUPTED, ending
 from harness.errors import InputError, ParityError
 
 __all__ = [
@@ -35,7 +36,7 @@ json_option = click.option(
 class InterruptionError(ParityError):
     """The user pressed Ctrl-C before there was anything to report."""
 
-    exit_code = 130  # 128 + SIGINT, as shells have it
+    exit_code = INTERRUPTED
 
     def __init__(self) -> None:
         super().__init__("Interrupted before any result.", next_action="Run it again.")
@@ -91,6 +92,7 @@ def reporting(document: FailureDocument) -> Callable[[Callable[P, int]], Callabl
                 failure = unreadable(error)
             except KeyboardInterrupt:
                 failure = InterruptionError()
+            ending()
             report_error(failure)
             if kwargs.get("as_json"):
                 print_json_line(document(failure))

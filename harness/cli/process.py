@@ -6,6 +6,7 @@ turn a finding into a pass, a pass into a finding, or anything into a traceback.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import io
@@ -13,10 +14,20 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from types import FrameType
-from typing import TextIO, cast
+from types import FrameType, TracebackType
+from typing import NoReturn, TextIO, cast
 
-__all__ = ["OutputStream", "deferred_interrupts", "guarded_streams"]
+__all__ = [
+    "INTERRUPTED",
+    "OutputStream",
+    "deferred_interrupts",
+    "ending",
+    "guarded_streams",
+    "take_interrupts",
+]
+
+INTERRUPTED = 130
+"""Exit status: 128 + SIGINT, as shells have it."""
 
 
 class OutputStream(io.TextIOBase):
@@ -96,12 +107,73 @@ def guarded_streams() -> Iterator[OutputStream]:
         sys.stdout, sys.stderr = before
 
 
+class _Interrupts:
+    """What Ctrl-C does to the command.
+
+    The first one ends what runs; what was judged before is then judged and reported. The second one ends
+    that, too. While the end is reported one is not heeded, as there is nothing left to end. Any other one
+    ends the process at once, whatever it hangs in.
+    """
+
+    def __init__(self) -> None:
+        self.is_ending = False
+        self._left = 2
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        if self._left == 0:
+            self.leave()
+        self._left = 0 if self.is_ending else self._left - 1
+        if not self.is_ending:
+            raise KeyboardInterrupt
+
+    def leave(self) -> NoReturn:
+        """End the process at once: no handler, no traceback."""
+        shown = b"\x1b[?25h" if os.isatty(2) else b""  # a progress bar may have hidden the cursor
+        with contextlib.suppress(OSError):
+            os.write(2, shown + b"onnx-parity: Interrupted again, and ended at once.\n")
+        os._exit(INTERRUPTED)
+
+
+def take_interrupts() -> None:
+    """From now on Ctrl-C ends this process with exit status 130, however often and whenever it is pressed.
+
+    Python's own way with one that nobody caught is a traceback, and death by the signal. Does nothing where
+    Ctrl-C is not listened to, such as in a job that a shell started in the background.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    raised, ignored = sys.excepthook, sys.unraisablehook
+
+    def on_raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            os._exit(INTERRUPTED)
+        raised(kind, error, trace)
+
+    def on_ignored(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            ignored(unraisable)
+
+    sys.excepthook, sys.unraisablehook = on_raised, on_ignored
+    # What is registered first runs last. Then Python forgets its handlers, and the signal would kill.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, _Interrupts())
+
+
+def ending() -> None:
+    """From now on the end is reported: a Ctrl-C more does not keep it from being said."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Interrupts):
+        handler.is_ending = True
+
+
 @contextlib.contextmanager
 def deferred_interrupts() -> Iterator[None]:
     """Hold Ctrl-C back until the end of the block, for code that cannot be interrupted safely.
 
     An import that is interrupted half-way leaves a half-initialised module behind (numpy then recurses
-    without end). A second Ctrl-C is not held back. Does nothing outside the main thread.
+    without end). A second Ctrl-C is not held back: it ends the process at once where the command runs
+    (`take_interrupts`), and is raised elsewhere. Does nothing outside the main thread.
 
     Raises:
         KeyboardInterrupt: at the end of the block, when the user pressed Ctrl-C in it.
@@ -111,6 +183,8 @@ def deferred_interrupts() -> Iterator[None]:
     def hold(number: int, frame: FrameType | None) -> None:
         nonlocal pressed
         if pressed:
+            if isinstance(before, _Interrupts):
+                before.leave()
             raise KeyboardInterrupt
         pressed = True
 
@@ -124,4 +198,7 @@ def deferred_interrupts() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if pressed:
-        raise KeyboardInterrupt
+        if isinstance(before, _Interrupts):
+            before(signal.SIGINT, None)
+        else:
+            raise KeyboardInterrupt

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cli.output import print_json_line, report_error
 from harness.cli.preparing import refusal_mapping
-from harness.cli.process import deferred_interrupts
+from harness.cli.process import deferred_interrupts, ending
 from harness.errors import ParityError
 from harness.events import CheckFinished, Event
 
@@ -87,6 +87,8 @@ def run_and_report(
     progress = ProgressReporter(say)
 
     def emit(event: Event) -> None:
+        if isinstance(event, CheckFinished):
+            ending()
         for sink in (document, writer, progress):
             sink(event)
 

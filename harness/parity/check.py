@@ -93,8 +93,9 @@ def run_check(plan: CheckPlan, emit: EventSink) -> CheckFinished:
     A failing engine is a verdict, an error of ours or an interruption ends the stream with what was done
     so far. Only defects of this project and failing sinks raise.
     """
+    check = _Check(plan, emit)
     try:
-        end = _Check(plan, emit).run()
+        end = check.run()
     except ParityError as error:
         invalid = isinstance(error, InvalidRunError)
         end = CheckFinished(
@@ -103,15 +104,9 @@ def run_check(plan: CheckPlan, emit: EventSink) -> CheckFinished:
             error={"message": error.message, "next": error.next_action},
         )
     except KeyboardInterrupt:
-        end = CheckFinished(verdict=None, exit_code=INTERRUPTED, interrupted=True, error=_INTERRUPTION)
+        end = CheckFinished(verdict=None, exit_code=INTERRUPTED, interrupted=True, error=check.interruption())
     emit(end)
     return end
-
-
-_INTERRUPTION = {
-    "message": "The check was interrupted; the report holds what was judged before.",
-    "next": "Run it again to judge every prompt.",
-}
 
 
 class _Check:
@@ -136,6 +131,17 @@ class _Check:
         self._blamed: list[str | None] = []
         self._waiting: list[tuple[int, Prompt, Trace | PromptJudged]] = []
         self._verdicts: list[Verdict] = []
+
+    def interruption(self) -> Mapping[str, str]:
+        """What ended a run that was interrupted."""
+        if self._verdicts:
+            left = "; the report holds what was judged before"
+        else:
+            left = " before any prompt was judged"
+        return {
+            "message": f"The check was interrupted{left}.",
+            "next": "Run it again to judge every prompt.",
+        }
 
     def run(self) -> CheckFinished:
         plan = self._plan

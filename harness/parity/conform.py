@@ -5,7 +5,7 @@ Everything that happens is emitted as events; the return value only closes the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from harness.engines.base import SessionInfo
@@ -23,6 +23,7 @@ from harness.relation_events import (
     BandsMeasured,
     FirstDifference,
     ReferenceDecoded,
+    RelationEvent,
     RelationJudged,
     RelationsFinished,
     RelationSink,
@@ -76,8 +77,15 @@ def run_conform(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:
     A failing engine is an outcome, an error of ours or an interruption ends the stream with what was done so
     far. Only defects of this project and failing sinks raise.
     """
+    judged: list[RelationJudged] = []
+
+    def noted(event: RelationEvent) -> None:
+        if isinstance(event, RelationJudged):
+            judged.append(event)
+        emit(event)
+
     try:
-        end = _run(plan, emit)
+        end = _run(plan, noted)
     except EngineFailedError as error:
         end = RelationsFinished(error.kind, error.exit_code, failure=_facts(error))
     except ParityError as error:
@@ -87,15 +95,14 @@ def run_conform(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:
             error={"message": error.message, "next": error.next_action},
         )
     except KeyboardInterrupt:
-        end = RelationsFinished(None, _INTERRUPTED, error=_INTERRUPTION, interrupted=True)
+        end = RelationsFinished(None, _INTERRUPTED, error=_interruption(bool(judged)), interrupted=True)
     emit(end)
     return end
 
 
-_INTERRUPTION = {
-    "message": "The relations were interrupted; the report holds what was judged before.",
-    "next": "Run it again to try all of them.",
-}
+def _interruption(judged: bool) -> Mapping[str, str]:
+    left = "; the report holds what was judged before" if judged else " before any of them was judged"
+    return {"message": f"The relations were interrupted{left}.", "next": "Run it again to try all of them."}
 
 
 def _run(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:

@@ -113,9 +113,14 @@ def test_off_the_main_thread_interrupts_are_left_alone() -> None:
 
 
 @posix
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("module", ["click", "harness.cli.check", "numpy", "onnx", "harness.parity.check"])
-def test_ctrl_c_while_a_module_is_imported_is_an_interruption(tmp_path: Path, module: str) -> None:
+def test_ctrl_c_while_a_module_is_imported_is_an_interruption(
+    tmp_path: Path, module: str, times: int
+) -> None:
     """Exit 130 and one JSON document at every stage of start-up; never a traceback, never a finding.
+
+    The second one ends all at once.
 
     The signal is raised exactly when Python looks for the module.
     """
@@ -125,7 +130,8 @@ def test_ctrl_c_while_a_module_is_imported_is_an_interruption(tmp_path: Path, mo
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {module!r} and self in sys.meta_path:\n"
         "            sys.meta_path.remove(self)\n"
-        "            signal.raise_signal(signal.SIGINT)\n"
+        f"            for _ in range({times}):\n"
+        "                signal.raise_signal(signal.SIGINT)\n"
         "sys.meta_path.insert(0, Press())\n"
         "sys.argv = ['onnx-parity', 'check', 'demo', '--max-new-tokens', '1', '--json']\n"
         "from harness.cli import main\n"
@@ -136,7 +142,82 @@ def test_ctrl_c_while_a_module_is_imported_is_an_interruption(tmp_path: Path, mo
     )
     assert run.returncode == 130, run.stderr
     assert "Traceback" not in run.stderr
-    if module != "click":  # before that nothing has read the command line
+    if times > 1:
+        assert run.stdout == ""
+    elif module != "click":  # before that nothing has read the command line
         (line,) = run.stdout.splitlines()
         assert json.loads(line)["interrupted"] is True
     assert list(tmp_path.iterdir()) == []
+
+
+STAGES = {
+    "judging the second prompt": (("harness.parity.check", "_Check", "_judge", 2), False),
+    "closing": (("harness.parity.candidate", "Candidate", "close", 1), False),
+    "printing": (("harness.cli.running", None, "print_json_line", 1), True),
+    "leaving": (("threading", None, "_shutdown", 1), True),
+}
+"""Where Ctrl-C is pressed (a module, a class of it, a function, at which call), and whether all is done by then."""
+
+PRESSING = """
+import importlib, json, signal, sys
+module, owner, name, at, times = json.loads(sys.argv.pop())
+def press(left):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        if left > 1:
+            press(left - 1)
+def plant():
+    home = importlib.import_module(module)
+    home = getattr(home, owner) if owner else home
+    inner, calls = getattr(home, name), []
+    def pressing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            press(times)
+        return inner(*args, **kwargs)
+    setattr(home, name, pressing)
+plant()
+sys.argv[0] = "onnx-parity"
+from harness.cli import main
+main()
+"""
+
+
+@posix
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_however_often_ctrl_c_is_pressed_it_is_an_interruption(
+    tmp_path: Path, stage: str, times: int
+) -> None:
+    """Exit 130, or what was found where that is being said; never a traceback, and the report is whole.
+
+    A second one ends what the first one left to do, and a third ends all at once. When the end is being said,
+    the first is not heeded, and the second ends all at once.
+    """
+    place, is_ending = STAGES[stage]
+    asked = ["check", "demo", "--max-new-tokens", "1", "--prompt-ids", "1", "--prompt-ids", "2"]
+    run = subprocess.run(
+        [
+            *(sys.executable, "-c", PRESSING, *asked, "--in-process", "--json", "--report-dir", "r"),
+            json.dumps([*place, times]),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "ONNX_PARITY_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in run.stderr
+    assert run.returncode == (0 if is_ending and times == 1 else 130), run.stderr
+    report = json.loads((tmp_path / "r" / "parity.json").read_text(encoding="utf-8"))
+    assert report["interrupted"] is not is_ending
+    assert [prompt["verdict"] for prompt in report["prompts"]][:1] == ["identical"]
+    if times <= (1 if is_ending else 2):
+        (line,) = run.stdout.splitlines()
+        assert json.loads(line) == report
+        assert f"report: {Path('r') / 'parity.json'}" in run.stderr
+        assert ("the report holds what was judged before" in run.stderr) is not is_ending
+    elif stage != "leaving":
+        assert run.stdout == ""
+        assert "Interrupted again, and ended at once" in run.stderr
