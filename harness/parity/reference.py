@@ -2,10 +2,16 @@
 
 One forward pass over prompt and tokens gives the logits that stepping would give, up to rounding. How much
 rounding can matter is measured on the oracle itself: its *spread*, the largest difference between logits
-of the same token in float32 and float64, and in one pass and in steps, on a probe. A position is decided
-again, in float64, where the margin is within the spread (times a stated factor), and where a candidate would
-be blamed; what even float64 cannot separate is undecided. A margin of zero in float64 is an exact tie, which
-the lowest ID has. Where one pass and steps differ by more than rounding can, the graph is stepped.
+of the same token in float32 and float64, and where it runs in one pass also in one pass and in steps, on a
+probe. A position is decided again, in float64, where the margin is within the spread (times a stated factor),
+and where a candidate would be blamed; what even float64 cannot separate is undecided. A margin of zero in
+float64 is an exact tie, which the lowest ID has.
+
+One pass presumes that a token sees none behind it. A pass over a beginning of the same tokens must give what
+the whole one gave there: over the prompt alone, up to one more position that is drawn for each prompt, and up
+to each position where a candidate would be blamed. Where it does not, and where the probe in one pass and in
+steps differs by more than rounding can, the graph is stepped, now and later. A graph that is not causal
+elsewhere alone is not noticed; steps presume nothing.
 
 Several prompts go through the graph as rows of one batch, where a row of the probe among longer ones gives
 what it gives alone, up to the spread; else each goes by itself.
@@ -14,9 +20,11 @@ what it gives alone, up to the spread; else each goes by itself.
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -29,6 +37,7 @@ from harness.decode.trace import Trace
 from harness.engines.base import BatchingSession, Session, SessionInfo, TopLogits, WatchingSession
 from harness.engines.registry import EngineSpec
 from harness.errors import InputError, InvalidRunError
+from harness.parity.compare import behind
 from harness.parity.proving import proof_of, require_proof
 from harness.topology.spec import Topology
 
@@ -40,11 +49,15 @@ SPREAD_FACTOR = 4.0
 """How many times the measured spread a margin must exceed to decide, as a probe sees few positions: with
 tolerances of four times the worst of clean engines, held-out prompts raised no false alarm."""
 
-_FINEST = "float64"
+_COARSE, _FINEST = "float32", "float64"
+
+_FINER_BY = 2.0**-29
+"""The rounding of float64, relative to that of float32: 2^-53 against 2^-24."""
 
 _ROUNDING_AT_MOST = 1e-3
-"""Difference of two runs, relative to the largest logit, that may be rounding: thousands of times that of
-float32, and far less than what another computation makes."""
+"""Difference of two runs, relative to how far the largest logits lie apart, that may be rounding: thousands
+of times that of float32, and far less than what another computation makes. A constant that is added to all
+logits changes no choice, and so counts for nothing here."""
 
 _PROBE_PROMPT = 8
 """Prompt tokens of the probe on which the spread is measured, at most."""
@@ -119,7 +132,7 @@ class Reference:
         self.proof = proof_of(self._session)
         self._precision = str(self._session.info.settings.get("precision", ""))
         self._sessions = {self._precision: self._session}
-        self._bands: dict[str, float] = {}
+        self._bands: dict[tuple[OracleMode, str], float] = {}
         self._extra: ExtraFeeds = {}
         self._exact: Trace | None = None
         self._batches = isinstance(self._session, BatchingSession)
@@ -177,34 +190,63 @@ class Reference:
             InvalidRunError: the oracle failed, or its logits hold NaN.
         """
         self._extra = extra or {}
-        trace = self._sound(self._logits(self._session, prompt_ids, token_ids, on_step), self._session)
+        found = self._verified(prompt_ids, token_ids, rivals, on_step)
+        if found is None:
+            self.mode = "stepwise"
+            found = self._verified(prompt_ids, token_ids, rivals, on_step)
+        assert found is not None, "steps stand for nothing but themselves"
+        return found
+
+    def _verified(
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        rivals: Sequence[int],
+        on_step: StepObserver | None,
+    ) -> ReferenceTrace | None:
+        """As `verify`, in the mode as it is; None where one pass proves not to stand for steps."""
+        trace = self._logits(self._session, prompt_ids, token_ids, on_step)
+        if trace is None:
+            return None
         if not self._measures:
             return ReferenceTrace(trace, (0.0,) * len(trace.steps), (), self.mode)
-        taken = self.mode  # measuring the band may find that the graph must be stepped
         rounding = self._band(self._precision, prompt_ids, token_ids)
+        if rounding is None or not all(
+            self._begins(self._session, trace, cut, rounding) for cut in self._cuts(prompt_ids, token_ids)
+        ):
+            return None
         bands = [rounding] * len(trace.steps)
-        if taken == "one-pass":
-            trace = self._as_in_steps(trace, on_step)
         steps = list(trace.steps)
         decided: set[int] = set()
+        finest, finer, fine_band = self._session, trace, rounding
         if self._precision != _FINEST:
-            finer: Trace | None = None
             while doubtful := _doubtful(steps, bands, token_ids, rivals) - decided:
-                if finer is None:
+                if finer is trace:
                     finest = self._session_in(_FINEST)
-                    finer = self._sound(self._logits(finest, prompt_ids, token_ids, None), finest)
+                    again = self._logits(finest, prompt_ids, token_ids, None)
+                    measured = self._band(_FINEST, prompt_ids, token_ids)
+                    if again is None or measured is None:
+                        return None
+                    finer, fine_band = again, measured
                 if any(
                     steps[i].margin > bands[i] and steps[i].argmax != finer.steps[i].argmax for i in doubtful
                 ):
                     # Wrong with a margin that should have decided: then no other one does either.
                     doubtful = set(range(len(steps))) - decided
                 for i in doubtful:
-                    steps[i], bands[i] = finer.steps[i], self._band(_FINEST, prompt_ids, token_ids)
+                    steps[i], bands[i] = finer.steps[i], fine_band
                 decided |= doubtful
-            if finer is not None:
+            if finer is not trace:
                 rounding = max(rounding, 2 * SPREAD_FACTOR * spread_between(trace, finer))
-                trace = replace(trace, steps=tuple(steps), seconds=trace.seconds + finer.seconds)
         undecided = tuple(i for i, step in enumerate(steps) if 0 < step.margin <= bands[i])
+        if self.mode == "one-pass":
+            blamed = [_blamed(steps, bands, undecided, chosen) for chosen in (token_ids, rivals)]
+            for position, gap in {**blamed[1], **blamed[0]}.items():
+                allowed = max(gap, bands[position])
+                if not self._begins(finest, finer, position + 1, bands[position], at_most=allowed / 2):
+                    return None
+        if finer is not trace:
+            trace = replace(trace, steps=tuple(steps), seconds=trace.seconds + finer.seconds)
         return ReferenceTrace(trace, tuple(bands), undecided, self.mode, rounding)
 
     def gathers(self, decoded: Sequence[Continued]) -> bool:
@@ -231,13 +273,17 @@ class Reference:
         self._ahead.clear()
         if len(decoded) < 2 or not self._may_batch():
             return
-        wholes = self._rows(decoded)
-        # What `_as_in_steps` will ask for.
-        alone = None if wholes is None else self._rows([(prompt, tokens[:1]) for prompt, tokens in decoded])
-        if wholes is None or alone is None:
-            self._batches = False
-            return
-        self._ahead = {(trace.prompt_ids, trace.token_ids): trace for trace in (*alone, *wholes)}
+        beginnings = [
+            [(prompt, tokens[:cut]) for cut in self._cuts(prompt, tokens)] for prompt, tokens in decoded
+        ]
+        # Wholes, prompts alone, and what is drawn: the first batch has the most positions.
+        for rows in (decoded, *[[row for row in each if row] for each in zip_longest(*beginnings)]):
+            traces = self._rows(rows)
+            if traces is None:
+                self._batches = False
+                self._ahead.clear()
+                return
+            self._ahead |= {(trace.prompt_ids, trace.token_ids): trace for trace in traces}
 
     def _may_batch(self) -> bool:
         return self._batches and self.mode == "one-pass" and self._exact is not None
@@ -247,7 +293,7 @@ class Reference:
 
         Among rows that are longer than any before, the probe runs too: it must give what it gave alone.
         """
-        exact, band = self._exact, self._bands[self._precision]
+        exact, band = self._exact, self._bands["one-pass", self._precision]
         assert exact is not None, "a batch before the spread is measured"
         longest = max(len(prompt) + len(tokens) for prompt, tokens in decoded)
         probed = longest > self._proven
@@ -265,22 +311,41 @@ class Reference:
             self._proven = longest
         return traces
 
-    def _as_in_steps(self, trace: Trace, on_step: StepObserver | None) -> Trace:
-        """The trace of one pass, if a pass over the prompt alone begins alike; else steps, now and later.
+    def _cuts(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
+        """How many tokens the beginnings have that one pass is compared with: one, and a number drawn.
+
+        The last logits of the first are those of the prompt alone. All the tokens are no beginning.
+        """
+        count = len(token_ids)
+        if self.mode != "one-pass" or count < 2:
+            return []
+        if count == 2:
+            return [1]
+        drawn = random.Random(",".join(map(str, (*prompt_ids, *token_ids))))
+        return [1, drawn.randrange(2, count)]
+
+    def _begins(
+        self, session: Session, trace: Trace, count: int, rounding: float, *, at_most: float = math.inf
+    ) -> bool:
+        """Whether a pass over a beginning, up to the choice of token `count`, gives what the whole pass did.
 
         So a graph is found out whose tokens see later ones, or whose numbers depend on the length of a call:
         there, one pass is another computation than the decode that it stands for.
+
+        Args:
+            session: which gave the trace.
+            trace: of the whole pass.
+            count: how many of its tokens the beginning has.
+            rounding: the difference that rounding is known to make.
+            at_most: difference of the last logits that changes nothing.
         """
-        if self.mode == "one-pass":
-            if len(trace.token_ids) < 2:
-                return trace
-            alone = self._whole(self._session, trace.prompt_ids, trace.token_ids[:1])
-            if alone is not None and _alike(alone, replace(trace, steps=trace.steps[:1])):
-                return trace
-            self.mode = "stepwise"
-        return self._sound(
-            self._steps(self._session, trace.prompt_ids, trace.token_ids, on_step), self._session
-        )
+        begun = self._whole(session, trace.prompt_ids, trace.token_ids[:count], filled=at_most == math.inf)
+        if begun is None:
+            return False
+        self._sound(begun, session)
+        beginning = replace(trace, token_ids=begun.token_ids, steps=trace.steps[:count])
+        ends = [replace(each, steps=each.steps[-1:]) for each in (begun, beginning)]
+        return _alike(begun, beginning, rounding) and spread_between(*ends) <= at_most
 
     def _logits(
         self,
@@ -288,15 +353,16 @@ class Reference:
         prompt_ids: Sequence[int],
         token_ids: Sequence[int],
         on_step: StepObserver | None,
-    ) -> Trace:
-        if self.mode == "one-pass":
-            trace = self._whole(session, prompt_ids, token_ids)
-            if trace is not None:
-                if on_step is not None and trace.token_ids:
-                    on_step(len(trace.token_ids) - 1, trace.token_ids[-1])
-                return trace
-            self.mode = "stepwise"
-        return self._steps(session, prompt_ids, token_ids, on_step)
+    ) -> Trace | None:
+        """Along all the tokens, in the mode as it is; None where that is one pass and there is none."""
+        if self.mode == "stepwise":
+            return self._sound(self._steps(session, prompt_ids, token_ids, on_step), session)
+        trace = self._whole(session, prompt_ids, token_ids)
+        if trace is None:
+            return None
+        if on_step is not None and trace.token_ids:
+            on_step(len(trace.token_ids) - 1, trace.token_ids[-1])
+        return self._sound(trace, session)
 
     def _steps(
         self,
@@ -316,35 +382,48 @@ class Reference:
             on_step=on_step,
         )
 
-    def _whole(self, session: Session, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Trace | None:
+    def _whole(
+        self, session: Session, prompt_ids: Sequence[int], token_ids: Sequence[int], *, filled: bool = True
+    ) -> Trace | None:
+        """One pass, or what a row of a batch gave, which may have been `filled` up behind its tokens."""
         self._watch(session)
-        ahead = self._ahead.get((tuple(prompt_ids), tuple(token_ids)))
+        ahead = self._ahead.get((tuple(prompt_ids), tuple(token_ids))) if filled else None
         if ahead is not None and session is self._session and not self._extra:
             return ahead
         return one_pass_decode(
             session, self._topology, prompt_ids, token_ids, top_k=self._top_k, extra=self._extra
         )
 
-    def _band(self, precision: str, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-        """Below which margin a precision decides nothing; measured once, on the start of the first prompt."""
-        if precision not in self._bands:
-            prompt, tokens = tuple(prompt_ids)[:_PROBE_PROMPT], tuple(token_ids)[:_PROBE_STEPS]
-            if len(prompt) < len(prompt_ids):
-                tokens = tuple(prompt_ids)[len(prompt) : len(prompt) + _PROBE_STEPS]
-            session, finest = self._session_in(precision), self._session_in(_FINEST)
-            exact = self._sound(self._steps(finest, prompt, tokens), finest)
-            if precision == self._precision and not self._extra:
-                self._exact = exact
-            runs = [] if session is finest else [self._sound(self._steps(session, prompt, tokens), session)]
-            whole = self._whole(session, prompt, tokens)
-            if whole is not None and _alike(whole, runs[0] if runs else exact):
-                runs.append(self._sound(whole, session))
-            elif self.mode == "one-pass":
-                self.mode = "stepwise"
-            spread = max((spread_between(exact, run) for run in runs), default=0.0)
-            # A difference of two logits is off by at most twice what one of them is.
-            self._bands[precision] = 2 * SPREAD_FACTOR * spread
-        return self._bands[precision]
+    def _band(self, precision: str, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float | None:
+        """Below which margin a precision decides nothing; None where one pass is not like steps.
+
+        Measured once, on the start of the first prompt. Steps are compared with steps of the other precision
+        alone; their float64 rounds as their float32 does, on a scale so much finer.
+        """
+        known = self._bands.get((self.mode, precision))
+        if known is None:
+            known = self._measured(precision, *_probe(prompt_ids, token_ids))
+            if known is not None:
+                self._bands[self.mode, precision] = known
+        return known
+
+    def _measured(self, precision: str, prompt: Sequence[int], tokens: Sequence[int]) -> float | None:
+        session, finest = self._session_in(precision), self._session_in(_FINEST)
+        exact = self._sound(self._steps(finest, prompt, tokens), finest)
+        # A difference of two logits is off by at most twice what one of them is.
+        factor = 2 * SPREAD_FACTOR
+        if self.mode == "stepwise":
+            coarse = self._session_in(_COARSE)
+            spread = spread_between(exact, self._sound(self._steps(coarse, prompt, tokens), coarse))
+            return factor * spread * (_FINER_BY if precision == _FINEST else 1.0)
+        if precision == self._precision and not self._extra:
+            self._exact = exact
+        steps = exact if session is finest else self._sound(self._steps(session, prompt, tokens), session)
+        rounding = factor * spread_between(exact, steps)
+        whole = self._whole(session, prompt, tokens)
+        if whole is None or not _alike(self._sound(whole, session), steps, rounding):
+            return None
+        return max(rounding, factor * spread_between(exact, whole))
 
     def _session_in(self, precision: str) -> Session:
         if precision not in self._sessions:
@@ -410,12 +489,38 @@ def _doubtful(steps: Sequence[TopLogits], bands: Sequence[float], *chosen: Seque
     return close
 
 
-def _alike(one: Trace, other: Trace) -> bool:
-    """Whether two traces differ by what may be rounding: by a thousandth of their largest logit at most."""
-    logits = [
-        abs(value) for step in (*one.steps, *other.steps) for value in step.values if math.isfinite(value)
-    ]
-    return spread_between(one, other) <= _ROUNDING_AT_MOST * max(logits, default=0.0)
+def _blamed(
+    steps: Sequence[TopLogits], bands: Sequence[float], undecided: Collection[int], chosen: Sequence[int]
+) -> dict[int, float]:
+    """Where a chooser differs first, and first by what decides, and how far behind its tokens are there."""
+    pairs = enumerate(zip(chosen, steps, strict=False))
+    gaps = {i: behind(token, step) for i, (token, step) in pairs if token != step.argmax}
+    decided = [i for i, gap in gaps.items() if i not in undecided or gap > bands[i]]
+    return {i: gaps[i] for i in (*list(gaps)[:1], *decided[:1])}
+
+
+def _probe(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """The few tokens on which the spread is measured: a prompt, and what follows it."""
+    prompt, tokens = tuple(prompt_ids)[:_PROBE_PROMPT], tuple(token_ids)[:_PROBE_STEPS]
+    if len(prompt) < len(prompt_ids):
+        tokens = tuple(prompt_ids)[len(prompt) : len(prompt) + _PROBE_STEPS]
+    return prompt, tokens
+
+
+def _alike(one: Trace, other: Trace, rounding: float) -> bool:
+    """Whether two traces differ by what may be rounding.
+
+    That is what was measured of it, or a thousandth of how far the largest logit is above the middle one of
+    those kept, which a mask over all other tokens leaves as it is.
+
+    Args:
+        one: a trace.
+        other: of the same positions.
+        rounding: the difference that was measured; a flat position may have a larger one than its logits say.
+    """
+    kept = [list(_finite(step).values()) for step in (*one.steps, *other.steps)]
+    apart = max((values[0] - values[len(values) // 2] for values in kept if values), default=0.0)
+    return spread_between(one, other) <= max(rounding, _ROUNDING_AT_MOST * apart)
 
 
 def spread_between(one: Trace, other: Trace) -> float:

@@ -285,7 +285,7 @@ def test_a_crash_in_a_prompt_leaves_those_that_are_verified_with_it(model: Path)
 
 
 def test_prompts_behind_the_first_are_rows_of_one_pass(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pass over their tokens and one over the prompts alone, with the probe beside the first of them."""
+    """One pass over all, with the probe, one over the prompts alone, and one up to drawn positions."""
     rows: list[int] = []
     run = OracleSession.run
 
@@ -298,7 +298,7 @@ def test_prompts_behind_the_first_are_rows_of_one_pass(model: Path, monkeypatch:
     end, judged = check(model, parse_engine("ort-cpu"), prompts=prompts)
     assert end.verdict == "identical"
     assert [j.index for j in judged] == [0, 1, 2, 3, 4]
-    assert [count for count in rows if count > 1] == [5, 4]
+    assert [count for count in rows if count > 1] == [5, 4, 4]
     assert set(rows[rows.index(5) :]) == {4, 5}
 
 
@@ -326,6 +326,9 @@ def test_an_interrupted_check_keeps_what_was_judged(model: Path, run: int) -> No
     end, judged = check(model, EngineSpec(engine, {}))
     assert (end.verdict, end.exit_code, end.interrupted) == (None, 130, True)
     assert len(judged) == run // NEW_TOKENS
+    assert end.error is not None
+    said = "the report holds what was judged before" if judged else "before any prompt was judged"
+    assert said in end.error["message"]
     assert engine.opened == ["open", "close"]
 
 

@@ -157,14 +157,15 @@ def state_decoder(
     return path, topology
 
 
-def test_what_float32_cannot_separate_float64_decides(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["one-pass", "stepwise"])
+def test_what_float32_cannot_separate_float64_decides(mode: OracleMode, tmp_path: Path) -> None:
     """1 + 1e-9 is 1 in float32: an exact tie there, which token 2 (the lowest) has; float64 confirms it.
 
     With the gap on the other side, -1e-9, float32 still says token 2 and float64 says token 3.
     """
     for gap, expected in ((1e-9, 2), (-1e-9, 3)):
         model, topology = tie_decoder(tmp_path, gap)
-        verified = reference(model, topology).verify((0,), (2, 2))
+        verified = reference(model, topology, mode).verify((0,), (2, 2))
         assert [step.argmax for step in verified.trace.steps] == [expected, expected]
         assert verified.undecided == ()
 
@@ -177,13 +178,15 @@ def test_an_exact_tie_goes_to_the_lowest_id_and_is_decided(tmp_path: Path) -> No
     assert verified.undecided == ()
 
 
-def counting_decoder(folder: Path, nodes: list[onnx.NodeProto]) -> tuple[Path, Topology]:
+def counting_decoder(
+    folder: Path, nodes: list[onnx.NodeProto], *, offset: float = 0.0
+) -> tuple[Path, Topology]:
     """A decoder of 4 tokens; `nodes` make `third` and `fourth`, the logits [batch, new] of tokens 2 and 3.
 
     They have `ids`, `ones`, `count` (of tokens so far, from a state) and `length` (tokens of this call) to
-    make them of, and the constants `large`, `ten`, `half` (1.5) and `five`.
+    make them of, and the constants `large`, `ten`, `half` (1.5) and `five`. `offset` is added to all logits.
     """
-    constants = {"large": 1e8, "ten": 10.0, "half": 1.5, "five": 5.0, "nought": 0.0}
+    constants = {"large": 1e8, "ten": 10.0, "half": 1.5, "five": 5.0, "nought": 0.0, "offset": offset}
     weights = {name: np.array(value, np.float32) for name, value in constants.items()}
     weights |= {"one_axis": np.array([1], np.int64), "axis": np.array(1, np.int64)}
     weights |= {"rows": np.array([0], np.int64)}
@@ -199,7 +202,8 @@ def counting_decoder(folder: Path, nodes: list[onnx.NodeProto]) -> tuple[Path, T
     ]
     logits = [("zeros", "a"), ("zeros", "b"), ("third", "c"), ("fourth", "d")]
     end = [helper.make_node("Unsqueeze", [row, "last"], [name]) for row, name in logits]
-    end.append(helper.make_node("Concat", [name for _, name in logits], ["logits"], axis=2))
+    end.append(helper.make_node("Concat", [name for _, name in logits], ["all"], axis=2))
+    end.append(helper.make_node("Add", ["all", "offset"], ["logits"]))
     return state_decoder(folder, [*begin, *nodes, *end], weights, width=1)
 
 
@@ -224,6 +228,178 @@ def test_a_graph_that_looks_at_the_length_of_its_call_is_stepped(
     assert [step.argmax for step in verified.trace.steps] == [first, *[0] * 8]
     assert verified.mode == side.mode == "stepwise"
     assert verified.undecided == ()
+
+
+def ahead_nodes(*, late: bool) -> list[onnx.NodeProto]:
+    """`ahead` is one where tokens of the call are behind a position, if `late` past ten tokens alone."""
+    return [
+        helper.make_node("Constant", [], ["one"], value_float=1.0),
+        helper.make_node("Sub", [PRESENT, "count"], ["behind"]),
+        helper.make_node("Clip", ["behind", "", "one"], ["some"]),
+        helper.make_node("Greater", ["count", "ten" if late else "nought"], ["counts"]),
+        helper.make_node("Cast", ["counts"], ["where"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["some", "where"], ["ahead"]),
+    ]
+
+
+def late_decoder(folder: Path) -> tuple[Path, Topology]:
+    """Token 3 by 1, and past ten tokens token 2 by 0.5 wherever tokens are behind in the same call."""
+    nodes = [
+        *ahead_nodes(late=True),
+        helper.make_node("Mul", ["ahead", "half"], ["third"]),
+        helper.make_node("Identity", ["ones"], ["fourth"]),
+    ]
+    return counting_decoder(folder, nodes)
+
+
+def peeking_decoder(folder: Path) -> tuple[Path, Topology]:
+    """Token 3 by 1, and past ten tokens token 2 by 0.5 where that is the next one of the same call.
+
+    So one pass confirms the token 2, and no step does.
+    """
+    nodes = [
+        *ahead_nodes(late=True),
+        helper.make_node("Constant", [], ["from"], value_ints=[1]),
+        helper.make_node("Constant", [], ["to"], value_ints=[1 << 40]),
+        helper.make_node("Slice", ["ids", "from", "to", "one_axis"], ["later"]),
+        helper.make_node("Slice", ["zeros", "rows", "from", "one_axis"], ["none"]),
+        helper.make_node("Concat", ["later", "none"], ["next"], axis=1),
+        helper.make_node("Constant", [], ["two"], value_float=2.0),
+        helper.make_node("Equal", ["next", "two"], ["wanted"]),
+        helper.make_node("Cast", ["wanted"], ["peeked"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["peeked", "ahead"], ["seen"]),
+        helper.make_node("Mul", ["seen", "half"], ["third"]),
+        helper.make_node("Identity", ["ones"], ["fourth"]),
+    ]
+    return counting_decoder(folder, nodes)
+
+
+STARTS: list[tuple[int, ...]] = [(1, first, second) for first in range(4) for second in range(4)]
+
+
+@pytest.mark.parametrize("spec", ["oracle", "oracle:precision=float64"])
+def test_no_candidate_is_blamed_for_what_only_a_longer_call_says(spec: str, tmp_path: Path) -> None:
+    """The probe, of 6 tokens, and the prompt alone are as in steps; one pass over all says token 2 past ten.
+
+    Whatever position is drawn, the right candidate stays right: it is looked at where it would be blamed.
+    """
+    model, topology = late_decoder(tmp_path)
+    for prompt in STARTS:
+        side = reference(model, topology, spec=spec)
+        verified = side.verify(prompt, (3,) * 12)
+        assert [step.argmax for step in verified.trace.steps] == [3] * 12
+        assert verified.mode == side.mode == "stepwise"
+
+
+def test_no_source_is_blamed_for_what_only_a_longer_call_says(tmp_path: Path) -> None:
+    """A candidate that is wrong as one pass is, and a rival that is right: that one would be blamed."""
+    model, topology = late_decoder(tmp_path)
+    follow = (3,) * 7 + (2,) * 4 + (3,)
+    for prompt in STARTS:
+        verified = reference(model, topology).verify(prompt, follow, rivals=(3,) * 12)
+        assert [step.argmax for step in verified.trace.steps] == [3] * 12
+
+
+def test_what_the_oracle_cannot_decide_is_looked_at_too(tmp_path: Path) -> None:
+    """A candidate behind by 0.5, within a band of 0.6, would be inconclusive: it is right in steps."""
+    model, topology = late_decoder(tmp_path)
+    for prompt in STARTS:
+        side = reference(model, topology)
+        side.verify(prompt, (3,) * 4)
+        side._bands |= {("one-pass", "float32"): 0.6, ("one-pass", "float64"): 0.6}
+        verified = side.verify(prompt, (3,) * 12)
+        assert [step.argmax for step in verified.trace.steps] == [3] * 12
+        assert verified.mode == "stepwise"
+
+
+def test_a_graph_that_confirms_what_it_sees_is_noticed_at_a_drawn_position(tmp_path: Path) -> None:
+    """Of 28 positions that can be drawn, 21 have token 2 next: most wrong candidates are found out.
+
+    What is drawn depends on the tokens alone.
+    """
+    model, topology = peeking_decoder(tmp_path)
+    found = []
+    for first in range(4):
+        for second in range(4):
+            follow = (first, second, *[3] * 6, *[2] * 22)
+            modes = {reference(model, topology).verify((1, 2, 3), follow).mode for _ in range(2)}
+            assert len(modes) == 1
+            found.append(modes == {"stepwise"})
+    assert sum(found) >= 8
+
+
+@pytest.mark.parametrize("spec", ["oracle", "oracle:precision=float64"])
+@pytest.mark.parametrize("offset", [0.0, -300.0, 2e4])
+def test_a_constant_on_all_logits_hides_nothing(offset: float, spec: str, tmp_path: Path) -> None:
+    """Every position but the last of a call says token 2 by 0.5, and token 3 by 1 in steps, at any offset."""
+    nodes = [
+        *ahead_nodes(late=False),
+        helper.make_node("Mul", ["ahead", "half"], ["third"]),
+        helper.make_node("Identity", ["ones"], ["fourth"]),
+    ]
+    model, topology = counting_decoder(tmp_path, nodes, offset=offset)
+    verified = reference(model, topology, spec=spec).verify((1, 2, 3), (3,) * 6)
+    assert [step.argmax for step in verified.trace.steps] == [3] * 6
+    assert verified.mode == "stepwise"
+
+
+def test_rounding_is_no_reason_to_step(model: Path, tmp_path: Path) -> None:
+    """The same large number in all weights of a row adds one to all logits, and float32 rounds in its sum.
+
+    By more than a thousandth of what the logits differ by; and the decoder is as causal as it was.
+    """
+    graph = onnx.load(model)
+    last = next(node for node in graph.graph.node if "logits" in node.output)
+    (weight,) = [each for each in graph.graph.initializer if each.name == last.input[1]]
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) + np.float32(3e3), weight.name))
+    path = tmp_path / "model.onnx"
+    onnx.save(graph, path)
+    side = reference(path, DECODER.topology)
+    for prompt in STARTS:
+        assert side.verify(prompt, (3, 9, 0, 2, 3, 9, 0, 2)).mode == "one-pass"
+
+
+def slightly_seeing_decoder(folder: Path, *, gap: float, late: bool) -> tuple[Path, Topology]:
+    """Token 2 at 1500 and 3 behind by `gap`; what is behind in the call lifts 3 by 0.01, beside 1500 little."""
+    nodes = [
+        *ahead_nodes(late=late),
+        helper.make_node("Constant", [], ["thousand"], value_float=1500.0),
+        helper.make_node("Constant", [], ["less"], value_float=1500.0 - gap),
+        helper.make_node("Constant", [], ["little"], value_float=0.01),
+        helper.make_node("Mul", ["ones", "thousand"], ["third"]),
+        helper.make_node("Mul", ["ahead", "little"], ["lift"]),
+        helper.make_node("Add", ["lift", "less"], ["fourth"]),
+    ]
+    return counting_decoder(folder, nodes)
+
+
+@pytest.mark.parametrize("spec", ["oracle", "oracle:precision=float64"])
+def test_steps_are_not_measured_by_one_pass(spec: str, tmp_path: Path) -> None:
+    """What one pass makes otherwise is no rounding of steps: these decide 0.05 in float32 already."""
+    model, topology = slightly_seeing_decoder(tmp_path, gap=0.05, late=False)
+    verified = reference(model, topology, "stepwise", spec).verify((1, 2, 3), (2,) * 6)
+    assert verified.mode == "stepwise"
+    assert verified.undecided == ()
+    assert verified.rounding < 0.005
+
+
+def test_a_difference_that_explains_the_blame_is_enough(tmp_path: Path) -> None:
+    """What is behind past ten tokens makes token 3 lead by 0.005: little beside 1500, and all there is."""
+    model, topology = slightly_seeing_decoder(tmp_path, gap=0.005, late=True)
+    for prompt in STARTS:
+        verified = reference(model, topology).verify(prompt, (2,) * 12)
+        assert [step.argmax for step in verified.trace.steps] == [2] * 12
+
+
+@pytest.mark.parametrize("spec", ["oracle", "oracle:precision=float64"])
+def test_no_candidate_is_blamed_for_what_fills_up_its_row(spec: str, tmp_path: Path) -> None:
+    """The last position of the shorter row is alone past ten tokens: in a batch others are behind it."""
+    model, topology = late_decoder(tmp_path)
+    short, longer = ((1, 2, 3), (3,) * 9), ((1, 2, 3), (3,) * 12)
+    side = reference(model, topology, spec=spec)
+    side.verify((1, 2, 3), (3, 2))
+    side.prepare([short, longer])
+    assert [step.argmax for step in side.verify(*short).trace.steps] == [3] * 9
 
 
 ROWS = st.lists(
