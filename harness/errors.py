@@ -7,6 +7,7 @@ a `ParityError` is a defect of this project.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -18,7 +19,40 @@ __all__ = [
     "InvalidRunError",
     "NotDrivableError",
     "ParityError",
+    "shown",
 ]
+
+
+def shown(value: object, *, most: int = 60) -> str:
+    """The first `most` characters of `repr(value)`, for a message.
+
+    No more of the value is looked at than that takes, though a few lines of YAML can stand for a mapping
+    that fills the memory when it is written out, or for one that contains itself.
+    """
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) >= most:
+            break
+    return text[:most]
+
+
+def _pieces(value: object) -> Iterator[str]:
+    if type(value) is list or (type(value) is dict and value):
+        opened, closed = "[]" if isinstance(value, list) else "{}"
+        yield opened
+        for index, entry in enumerate(value):
+            yield ", " if index else ""
+            yield from _pieces(entry)
+            if isinstance(value, Mapping):
+                yield ": "
+                yield from _pieces(value[entry])
+        yield closed
+        return
+    try:
+        yield repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        yield "a number of thousands of digits"
 
 
 class ParityError(Exception):

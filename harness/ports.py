@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from harness.errors import InputError
+from harness.errors import InputError, shown
 from harness.onnx_file import open_model
 from harness.wire import WireError
 
@@ -191,4 +191,4 @@ def _port_from_json(value: object, place: str) -> Port:
 
 
 def _misfit(place: str, wanted: str, value: object) -> _MisfitError:
-    return _MisfitError(f"{place} must be {wanted}, not {value!r:.60}")
+    return _MisfitError(f"{place} must be {wanted}, not {shown(value)}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.errors import InputError
+from harness.package.reading import is_there
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -56,7 +57,7 @@ def render_chat(package_folder: Path, messages: Sequence[Mapping[str, Any]]) -> 
 
 def _config(folder: Path) -> Mapping[str, Any]:
     path = folder / _CONFIG
-    if not path.is_file():
+    if not is_there(path):
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -69,7 +70,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str:
     path = folder / _TEMPLATE_FILE
-    if path.is_file():
+    if is_there(path):
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.errors import InputError
+from harness.errors import InputError, shown
 from harness.package import Package
 
 __all__ = ["forced_prefix"]
@@ -53,7 +53,7 @@ def _declared(places: list[tuple[str, Mapping[str, Any]]], key: str) -> tuple[st
 
 def _token_id(place: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InputError(f"{place} is {value!r:.60}; a token ID is due.", next_action="Correct the file.")
+        raise InputError(f"{place} is {shown(value)}; a token ID is due.", next_action="Correct the file.")
     return value
 
 
@@ -62,7 +62,7 @@ def _pairs(place: str, value: object) -> Iterator[tuple[int, int]]:
     for pair in value if isinstance(value, list) else (value,):
         if not isinstance(pair, list) or len(pair) != 2:
             raise InputError(
-                f"{place} is {value!r:.60}; a list of pairs of position and token ID is due.",
+                f"{place} is {shown(value)}; a list of pairs of position and token ID is due.",
                 next_action="Correct the file.",
             )
         position, token = pair

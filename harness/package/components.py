@@ -5,6 +5,7 @@ What a component is for follows from its ports, and is found where it is put to 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def named_graph(folder: Path, named: object, *, place: str, must_exist: bool = T
         try:
             graph = folder / named
             inside = is_own(folder, named)
-            why = "is missing" if inside else "lies outside the package"
+            why = "is missing" if inside else _outside(folder, named)
             if inside and (graph.is_file() or not must_exist):
                 return graph
         except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a NUL character
@@ -100,6 +101,13 @@ def named_graph(folder: Path, named: object, *, place: str, must_exist: bool = T
         f"{folder}: {place} is {str(named)[:80]!r}, which {why}.",
         next_action="Correct the file, or name the graph itself instead of its folder.",
     )
+
+
+def _outside(folder: Path, named: str) -> str:
+    home = folder.resolve()
+    if Path(os.path.normpath(home / named)).is_relative_to(home):
+        return f"is a link out of the package, to {(home / named).resolve()}"
+    return "lies outside the package"
 
 
 def undrivable(folder: Path, what: str, *, instead: str) -> NotDrivableError:

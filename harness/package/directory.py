@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import InputError
+from harness.errors import InputError, shown
 from harness.package.components import Component, Components, mapping_at
 from harness.package.genai import genai_components
 from harness.package.layouts import components_by_name
 from harness.package.metadata import metadata_components
-from harness.package.reading import METADATA_NAMES, read_json, read_yaml
+from harness.package.reading import METADATA_NAMES, is_there, read_json, read_yaml
 
 __all__ = ["Package", "open_package"]
 
@@ -53,7 +53,7 @@ class Package:
         if name == "genai_config.json" and self.genai_config is not None:
             return self.genai_config
         path = self.folder / name
-        return read_json(path) if path.is_file() else {}
+        return read_json(path) if is_there(path) else {}
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence token IDs that the package declares, in the first file that names any.
@@ -68,7 +68,7 @@ class Package:
         declared = [("genai_config.json", section) for section in (genai.get("model"), _version_2(genai))]
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
-            if path.is_file():
+            if is_there(path):
                 declared.append((name, read_json(path)))
         for name, section in declared:
             value = section.get("eos_token_id") if isinstance(section, Mapping) else None
@@ -77,7 +77,7 @@ class Package:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
                 raise InputError(
-                    f"{self.folder / name}: eos_token_id is {value!r}; a token ID or a list of them is due.",
+                    f"{self.folder / name}: eos_token_id is {shown(value)}; a token ID or a list of them is due.",
                     next_action="Correct the file.",
                 )
             return tuple(ids)
@@ -112,10 +112,10 @@ def open_package(path: Path) -> Package:
     if path.is_file():
         return Package(folder=path.parent, components=Components((Component(path.stem, path),)))
     folder = path
-    metadata = next((folder / n for n in METADATA_NAMES if (folder / n).is_file()), None)
+    metadata = next((folder / n for n in METADATA_NAMES if is_there(folder / n)), None)
     genai = folder / "genai_config.json"
     declared = read_yaml(metadata) if metadata else None
-    config = read_json(genai) if genai.is_file() else None
+    config = read_json(genai) if is_there(genai) else None
     components = _components(folder, declared, config)
     return Package(folder=folder, components=components, metadata=declared, genai_config=config)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +15,12 @@ from harness.errors import InputError
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["METADATA_NAMES", "read_json", "read_yaml", "unique_keys"]
+__all__ = ["METADATA_NAMES", "is_there", "read_json", "read_yaml", "unique_keys"]
 
 METADATA_NAMES = ("inference_metadata.yaml", "inference_metadata.yml")
 """What the sidecar of inference metadata may be called, best first."""
+
+_MOST_NODES = 1_000_000
 
 
 def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -30,6 +35,29 @@ def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(_doubled(key))
         found[key] = value
     return found
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a sidecar, to be read.
+
+    Raises:
+        InputError: there is something of its name that cannot be read, such as a link that leads nowhere. To
+            go on without it would be to drop what it declares.
+    """
+    if path.is_file():
+        return True
+    try:
+        kind = os.lstat(path).st_mode
+        if stat.S_ISLNK(kind) and path.exists():
+            kind = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    what = "it is a link that leads nowhere" if stat.S_ISLNK(kind) else "it is no regular file"
+    if stat.S_ISDIR(kind):
+        what = "it is a directory"
+    raise InputError(
+        f"{path}: cannot be read: {what}.", next_action="Put the file there, or remove what is in its place."
+    )
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -62,11 +90,27 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
             _check_keys(key for key, _ in node.value)
             return node
 
+        def get_single_node(self) -> yaml.Node | None:
+            node: yaml.Node | None = super().get_single_node()
+            if node is not None and _written_out(node, {}) > _MOST_NODES:
+                raise ValueError("its aliases stand for more than a million values, or for themselves")
+            return node
+
     try:
         value = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except Exception as error:  # besides YAMLError, a value of the wrong form raises whatever it likes
         raise _unreadable(path, "YAML", error) from error
     return _mapping(path, value)
+
+
+def _written_out(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a node stands for, when each alias is replaced by what it stands for."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # that of a node within itself
+        children: Iterable[Any] = node.value if isinstance(node.value, list) else ()
+        parts = (part for child in children for part in (child if isinstance(child, tuple) else (child,)))
+        known[id(node)] = 1 + sum(_written_out(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> InputError:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from harness.errors import InputError
+from harness.errors import InputError, shown
 
 __all__ = [
     "integer",
@@ -25,7 +25,7 @@ _PRIVATE = "x-"
 def misfit(place: str, wanted: str, value: object) -> InputError:
     """The error for a field that has not the form it must have. `place` is its path in the sidecar."""
     return InputError(
-        f"{place} must be {wanted}, not {value!r:.60}.",
+        f"{place} must be {wanted}, not {shown(value)}.",
         next_action="Correct the sidecar, or pass --ignore-declared to derive the topology from the ports.",
     )
 

@@ -98,3 +98,20 @@ def test_a_link_inside_the_folder_is_the_packages_own(tmp_path: Path) -> None:
     assert is_own(tmp_path, "a")
     assert is_own(tmp_path, "sub/../a")
     assert not is_own(tmp_path, "sub/../../a")
+
+
+def test_a_graph_that_is_a_link_out_of_the_package_is_said_to_be_one(tmp_path: Path) -> None:
+    """Its name is in the folder, so the message speaks of where it leads."""
+    home = tmp_path / "package"
+    home.mkdir()
+    target = tmp_path / "elsewhere.onnx"
+    target.write_bytes(graph("w"))
+    (home / "model.onnx").symlink_to(target)
+    for named, why in (
+        ("model.onnx", f"is a link out of the package, to {target.resolve()}."),
+        ("../elsewhere.onnx", "lies outside the package."),
+    ):
+        (home / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": named}}}))
+        with pytest.raises(InputError) as caught:
+            open_package(home)
+        assert caught.value.message.endswith(f"is {named!r}, which {why}")

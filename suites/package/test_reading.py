@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness.cli.app import run
-from harness.errors import InputError
-from harness.package.reading import read_json, read_yaml
+from harness.errors import InputError, shown
+from harness.package import open_package
+from harness.package.reading import METADATA_NAMES, read_json, read_yaml
 
 Reader = Callable[[Path], Mapping[str, Any]]
 READERS: Mapping[str, Reader] = {"x.json": read_json, "x.yaml": read_yaml}
@@ -117,3 +122,61 @@ def test_a_port_inventory_with_a_doubled_key_is_refused(
     path.write_text('{"ports": {"inputs": [], "outputs": [], "inputs": []}}', encoding="utf-8")
     assert run(["ports", str(path)]) == 2
     assert "the key 'inputs' stands twice in one mapping" in capsys.readouterr().err
+
+
+BOMB = "".join(
+    f"{name}: &{name} [{','.join([f'*{before}' if before else 'x'] * 9)}]\n"
+    for before, name in zip(["", *"abcdefghi"], "abcdefghij", strict=True)
+)
+"""Ten lines that stand for 9**10 values."""
+
+
+@pytest.mark.parametrize("text", [BOMB, "a: &a {b: *a}", "a: &a [*a]"], ids=["bomb", "mapping", "list"])
+def test_aliases_that_stand_for_too_much_are_refused(tmp_path: Path, text: str) -> None:
+    """A bomb, and what contains itself: nothing that walks through the values would come to an end."""
+    assert "more than a million values, or for themselves" in said(read_yaml, tmp_path / "x.yaml", text)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+        max_leaves=30,
+    )
+)
+def test_a_value_is_shown_as_python_writes_it(value: object) -> None:
+    """As far as there is room, whatever JSON or YAML make."""
+    assert shown(value) == repr(value)[:60]
+
+
+def test_no_more_of_a_value_is_looked_at_than_is_shown() -> None:
+    """Nested 50 times, each twice the one before: 2**50 values. Nor does one that contains itself matter."""
+    value: list[object] = ["x"]
+    for _ in range(50):
+        value = [value, value]
+    assert shown(value) == ("[" * 51 + "'x'], ['x']]")[:60]
+    value.append(value)
+    value.reverse()
+    assert shown(value) == "[" * 60
+    assert shown([10**5000]) == "[a number of thousands of digits]"
+
+
+UNREADABLE: Mapping[str, Callable[[Path], None]] = {
+    "a link that leads nowhere": lambda path: path.symlink_to("nowhere"),
+    "a link that leads to itself": lambda path: path.symlink_to(path.name),
+    "a directory": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pipes, devices and links")
+@pytest.mark.parametrize("what", UNREADABLE)
+@pytest.mark.parametrize("name", ["genai_config.json", *METADATA_NAMES, "config.json"])
+def test_a_sidecar_that_cannot_be_read_is_not_passed_over(tmp_path: Path, name: str, what: str) -> None:
+    """What it declares would be dropped, and nobody would notice. Nobody waits for a pipe either."""
+    (tmp_path / "model.onnx").touch()
+    UNREADABLE[what](tmp_path / name)
+    with pytest.raises(InputError) as caught:
+        open_package(tmp_path).eos_token_ids()
+    assert caught.value.message.startswith(f"{tmp_path / name}: cannot be read: it is ")
