@@ -81,7 +81,9 @@ def command(
     is decoded twice, so that an engine that differs from itself is found. PACKAGE is as for check.
     """
     with deferred_interrupts():
-        import numpy as np  # noqa: F401 (imported here, Ctrl-C cannot break it)
+        # Imported here, Ctrl-C cannot break them; and what the trace needs is missed before all is decoded.
+        import numpy as np
+        import safetensors.numpy  # noqa: F401
 
         from harness.engines.registry import parse_engine
         from harness.parity.recording import record

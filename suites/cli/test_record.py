@@ -313,6 +313,20 @@ def test_a_damaged_trace_is_one_clear_line_and_exit_2(package: Path, capsys: Cap
     assert [each.name for each in Path.cwd().iterdir()] == ["x.trace"]
 
 
+def test_what_writes_the_trace_is_missed_before_anything_is_decoded(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a broken installation nobody waits for a decode that cannot be kept."""
+    from harness.parity import recording
+
+    decoded: list[object] = []
+    monkeypatch.setattr(recording, "record", lambda *asked, **_: decoded.append(asked))
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(ImportError, match="safetensors"):
+        run(["record", str(package), "--engine", "ort-cpu", "-o", "x.trace", *IDS])
+    assert decoded == []
+
+
 def test_ctrl_c_leaves_the_old_trace(package: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 130 with one document; the trace of an earlier run is as it was, and there is no draft."""
     from fixtures import misbehaving
