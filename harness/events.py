@@ -1,8 +1,9 @@
 """What happens during a check, as plain frozen data: emitted by `harness.parity`, consumed by reports.
 
 One stream feeds every writer. A stream is: `CheckStarted`, `SessionOpened` for each engine, then for each
-prompt `PromptStarted`, any number of `TokenDecoded`, `PromptJudged`, and last `CheckFinished`. Where the
-check cannot begin, or an engine fails, `CheckFinished` follows at once and says why.
+prompt `PromptStarted`, any number of `TokenDecoded`, `PromptJudged`, and last `CheckFinished`. A prompt is
+judged again, and the later judgement holds, where one behind it shows that one pass does not stand for steps.
+Where the check cannot begin, or an engine fails, `CheckFinished` follows at once and says why.
 """
 
 from __future__ import annotations

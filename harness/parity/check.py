@@ -109,6 +109,27 @@ def run_check(plan: CheckPlan, emit: EventSink) -> CheckFinished:
     return end
 
 
+@dataclass(slots=True)
+class _Decoded:
+    """What the candidate made of a prompt, and what was asked of others about it.
+
+    Attributes:
+        index: which prompt.
+        prompt: what was decoded.
+        trace: the decode; None where there is none.
+        judged: the verdict on a decode that there is not.
+        own: what the source says of its tokens, once it was asked.
+        again: the second decode, or how it failed; None where there was none.
+    """
+
+    index: int
+    prompt: Prompt
+    trace: Trace | None = None
+    judged: PromptJudged | None = None
+    own: Trace | None = None
+    again: Trace | EngineFailedError | None = None
+
+
 class _Check:
     """One run of a plan: the two sides and the stream."""
 
@@ -128,9 +149,10 @@ class _Check:
             else plan.candidate
         )
         self._source: SourceModel | None = None
-        self._blamed: list[str | None] = []
-        self._waiting: list[tuple[int, Prompt, Trace | PromptJudged]] = []
-        self._verdicts: list[Verdict] = []
+        self._blamed: dict[int, str | None] = {}
+        self._waiting: list[_Decoded] = []
+        self._in_one_pass: list[_Decoded] = []
+        self._verdicts: dict[int, Verdict] = {}
 
     def interruption(self) -> Mapping[str, str]:
         """What ended a run that was interrupted."""
@@ -181,23 +203,23 @@ class _Check:
             self._candidate.close()
             if self._source is not None:
                 self._source.close()
-        verdict = worst_verdict(self._verdicts)
-        blamed = overall_attribution(self._blamed)
+        verdict = worst_verdict(list(self._verdicts.values()))
+        blamed = overall_attribution(list(self._blamed.values()))
         return CheckFinished(verdict=verdict, exit_code=exit_code_of(verdict), attribution=blamed)
 
     def _decode(self, index: int, prompt: Prompt, failure: EngineFailedError | None) -> None:
         """Let the candidate decode one prompt; what comes of it then waits to be judged."""
-        decoded: Trace | PromptJudged
+        decoded = _Decoded(index, prompt)
         try:
             if failure is not None:
                 raise failure
             progress = self._progress(index, "candidate")
-            decoded = self._candidate.decode(prompt, on_step=progress)
-            if decoded.failure is not None and decoded.failure.ports:
-                self._require_drivable(prompt, decoded)
+            trace = decoded.trace = self._candidate.decode(prompt, on_step=progress)
+            if trace.failure is not None and trace.failure.ports:
+                self._require_drivable(prompt, trace)
         except EngineFailedError as error:
-            decoded = _failed(index, _facts(error), 0.0)
-        self._waiting.append((index, prompt, decoded))
+            decoded.judged = _failed(index, _facts(error), 0.0)
+        self._waiting.append(decoded)
 
     def _require_drivable(self, prompt: Prompt, decoded: Trace) -> None:
         """See that a cache came back in a wrong shape from the candidate alone.
@@ -224,19 +246,35 @@ class _Check:
     def _rows(self) -> list[Continued]:
         """What waits and can be a row of a batch."""
         return [
-            (decoded.prompt_ids, decoded.token_ids)
-            for _, prompt, decoded in self._waiting
-            if isinstance(decoded, Trace) and decoded.token_ids and not prompt.extra
+            (decoded.trace.prompt_ids, decoded.trace.token_ids)
+            for decoded in self._waiting
+            if decoded.trace is not None and decoded.trace.token_ids and not decoded.prompt.extra
         ]
 
     def _judge_waiting(self, oracle: Reference) -> None:
         """Judge what waits, in order; each verdict is out before the next one is looked for."""
         oracle.prepare(self._rows())
         while self._waiting:
-            index, prompt, decoded = self._waiting.pop(0)
-            judged = self._judge(index, prompt, decoded, oracle) if isinstance(decoded, Trace) else decoded
-            self._verdicts.append(Verdict(judged.verdict))
-            self._emit(judged)
+            for judged in self._judgements(self._waiting.pop(0), oracle):
+                self._verdicts[judged.index] = Verdict(judged.verdict)
+                self._emit(judged)
+
+    def _judgements(self, decoded: _Decoded, oracle: Reference) -> list[PromptJudged]:
+        """The verdict on what was decoded; where it takes the first steps, behind new ones on those before.
+
+        What shows at one prompt that a graph must be stepped holds at all of them: no report mixes the two.
+        """
+        if decoded.trace is None:
+            assert decoded.judged is not None, "neither a decode nor a reason why there is none"
+            return [decoded.judged]
+        judged = self._judge(decoded, decoded.trace, oracle)
+        if judged.oracle_mode == "one-pass":
+            self._in_one_pass.append(decoded)
+        if judged.oracle_mode != "stepwise":
+            return [judged]
+        before, self._in_one_pass = self._in_one_pass, []
+        again = [self._judge(each, each.trace, oracle) for each in before if each.trace is not None]
+        return [*again, judged]
 
     def _open_oracle(self) -> Reference:
         plan = self._plan
@@ -274,14 +312,15 @@ class _Check:
             candidate = self._candidate
             self._emit(_opened_event("candidate", candidate.info, candidate.seconds))
 
-    def _judge(self, index: int, prompt: Prompt, trace: Trace, oracle: Reference) -> PromptJudged:
+    def _judge(self, decoded: _Decoded, trace: Trace, oracle: Reference) -> PromptJudged:
+        index, prompt = decoded.index, decoded.prompt
         facts = None if trace.failure is None else _facts(trace.failure)
         if not trace.token_ids:
             assert facts is not None, "a decode without tokens and without a failure"
             return _failed(index, facts, trace.seconds)
         progress = self._progress(index, "oracle")
         try:
-            own = self._ask_source(index, trace)
+            own = decoded.own = decoded.own or self._ask_source(index, trace)
             rivals = () if own is None else [step.argmax for step in own.steps]
             reference = oracle.verify(
                 trace.prompt_ids, trace.token_ids, rivals=rivals, extra=prompt.extra, on_step=progress
@@ -292,7 +331,7 @@ class _Check:
             raise InvalidRunError(where, next_action=error.next_action) from error
         found = compare_tokens(trace, reference.trace, bands=reference.bands, undecided=reference.undecided)
         if facts is None and found.first_divergence is not None:
-            found, facts = self._repeat(prompt, trace, found)
+            found, facts = self._repeat(decoded, trace, found)
         verdicts = [found.verdict if facts is None else Verdict(facts.kind)]
         source = None
         if compared is not None:
@@ -304,7 +343,7 @@ class _Check:
                 attribution=attribute(found, compared),
                 seconds=compared.seconds,
             )
-            self._blamed.append(source.attribution)
+            self._blamed[index] = source.attribution
         return PromptJudged(
             index=index,
             verdict=worst_verdict(verdicts),
@@ -330,13 +369,20 @@ class _Check:
         return own
 
     def _repeat(
-        self, prompt: Prompt, trace: Trace, found: TokenComparison
+        self, decoded: _Decoded, trace: Trace, found: TokenComparison
     ) -> tuple[TokenComparison, FailureFacts | None]:
-        """Decode a prompt that differs from the oracle once more: does it differ from itself?"""
-        try:
-            again = self._candidate.decode(prompt)
-        except EngineFailedError as error:
-            return found, _facts(error)
+        """Decode a prompt that differs from the oracle once more: does it differ from itself?
+
+        Twice and no more: a recording holds no third decode.
+        """
+        if decoded.again is None:
+            try:
+                decoded.again = self._candidate.decode(decoded.prompt)
+            except EngineFailedError as error:
+                decoded.again = error
+        again = decoded.again
+        if isinstance(again, EngineFailedError):
+            return found, _facts(again)
         facts = None if again.failure is None else _facts(again.failure)
         return compare_with_itself(found, trace, again), facts
 

@@ -51,7 +51,7 @@ class ParityDocument:
         self._prompts: dict[int, dict[str, Any]] = {}
         self._witnessed: dict[int, dict[str, Any] | None] = {}
         self._started: dict[int, PromptStarted] = {}
-        self._failure: dict[str, Any] | None = None
+        self._failures: dict[int, dict[str, Any]] = {}
         self._finished: CheckFinished | None = None
 
     def __call__(self, event: Event) -> None:
@@ -136,9 +136,10 @@ class ParityDocument:
 
     def _judge(self, event: PromptJudged) -> None:
         start = self._started[event.index]
-        if event.failure is not None and self._failure is None:
+        self._failures.pop(event.index, None)  # of an earlier judgement of this prompt
+        if event.failure is not None:
             f = event.failure
-            self._failure = {
+            self._failures[event.index] = {
                 "kind": f.kind,
                 "message": f.message,
                 "step": f.step,
@@ -179,7 +180,8 @@ class ParityDocument:
 
     def _candidate(self) -> dict[str, Any] | None:
         side = self._sides.get("candidate")
-        return None if side is None else {**side, "failure": self._failure}
+        first = min(self._failures, default=None)
+        return None if side is None else {**side, "failure": None if first is None else self._failures[first]}
 
 
 def _divergence(found: FirstDivergence | None) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,16 +16,20 @@ from onnx import TensorProto, helper, numpy_helper
 
 from fixtures.decoders import TinyDecoder
 from fixtures.effort import examples
+from fixtures.planted import PlantedEngine
 from harness.decode.batch import one_pass_batch
 from harness.decode.loop import forced_decode, greedy_decode, one_pass_decode
 from harness.decode.trace import Trace
 from harness.engines.base import SessionInfo, TopLogits
 from harness.engines.oracle import OracleSession
-from harness.engines.registry import parse_engine
+from harness.engines.registry import EngineSpec, parse_engine
 from harness.errors import InputError, InvalidRunError
+from harness.events import CheckFinished, Event, PromptJudged
+from harness.parity.check import CheckPlan, Prompt, run_check
 from harness.parity.compare import compare_tokens
 from harness.parity.reference import OracleMode, Reference, spread_between
 from harness.parity.verdict import Verdict
+from harness.report.document import ParityDocument
 from harness.topology.spec import Topology
 
 DECODER = TinyDecoder(layers="rar", seed=5)
@@ -360,7 +365,7 @@ def test_rounding_is_no_reason_to_step(model: Path, tmp_path: Path) -> None:
 
 
 def slightly_seeing_decoder(folder: Path, *, gap: float, late: bool) -> tuple[Path, Topology]:
-    """Token 2 at 1500 and 3 behind by `gap`; what is behind in the call lifts 3 by 0.01, beside 1500 little."""
+    """Token 2 at 1500 and 3 behind by `gap`; what is behind in the call lifts 3 by 0.01: little."""
     nodes = [
         *ahead_nodes(late=late),
         helper.make_node("Constant", [], ["thousand"], value_float=1500.0),
@@ -400,6 +405,88 @@ def test_no_candidate_is_blamed_for_what_fills_up_its_row(spec: str, tmp_path: P
     side.verify((1, 2, 3), (3, 2))
     side.prepare([short, longer])
     assert [step.argmax for step in side.verify(*short).trace.steps] == [3] * 9
+
+
+LENGTH = 30
+
+
+def checked(
+    model: Path, topology: Topology, prompts: Sequence[tuple[int, ...]], engine: PlantedEngine
+) -> tuple[CheckFinished, list[PromptJudged], dict[str, Any]]:
+    """A check of `LENGTH` tokens a prompt: its end, its judgements as they came, and the report."""
+    judged: list[PromptJudged] = []
+    document = ParityDocument()
+
+    def take(event: Event) -> None:
+        document(event)
+        if isinstance(event, PromptJudged):
+            judged.append(event)
+
+    plan = CheckPlan(
+        package="tiny",
+        model=model,
+        model_name="tiny",
+        model_sha256="0" * 64,
+        topology=topology,
+        topology_outcome="derived",
+        candidate=EngineSpec(engine, {}),
+        oracle=parse_engine("oracle"),
+        prompts=[Prompt(prompt) for prompt in prompts],
+        max_new_tokens=LENGTH,
+    )
+    return run_check(plan, take), judged, document.mapping()
+
+
+def test_no_report_mixes_one_pass_with_steps(tmp_path: Path) -> None:
+    """A candidate is wrong from token 14 to the last but one, and one pass confirms it where nothing notices.
+
+    Behind a prompt whose drawn position shows that the graph must be stepped, those before are judged again,
+    on the tokens and the second decode that there are.
+    """
+    model, topology = peeking_decoder(tmp_path)
+    runs: list[int] = []
+
+    def wrong(run: int, top: list[TopLogits]) -> list[TopLogits]:
+        return [TopLogits((2, 3), (2.0, 1.0))] if 14 <= run % LENGTH < LENGTH - 1 else top
+
+    engine = PlantedEngine(logits=wrong, run=runs.append)
+    verdicts = {prompt: checked(model, topology, [prompt], engine)[0].verdict for prompt in STARTS}
+    missed = [prompt for prompt, verdict in verdicts.items() if verdict == "identical"][:2]
+    found = next(prompt for prompt, verdict in verdicts.items() if verdict == "divergent")
+    assert len(missed) == 2
+    runs.clear()
+    end, judged, report = checked(model, topology, [*missed, found], engine)
+    assert [each.index for each in judged if each.oracle_mode == "one-pass"] == [0, 1]
+    assert [each.index for each in judged if each.oracle_mode == "stepwise"] == [0, 1, 2]
+    assert end.verdict == report["verdict"] == "divergent"
+    assert [prompt["verdict"] for prompt in report["prompts"]] == ["divergent"] * 3
+    assert [prompt["first_divergence"]["index"] for prompt in report["prompts"]] == [14] * 3
+    assert report["oracle"]["mode"] == "stepwise"
+    assert len(runs) == 2 * 3 * LENGTH
+
+
+def test_judging_again_needs_no_third_decode(tmp_path: Path) -> None:
+    """What was divergent in one pass, too, has been decoded twice: a recording holds no more than that."""
+    model, topology = peeking_decoder(tmp_path)
+    runs: list[int] = []
+
+    def wrong(run: int, top: list[TopLogits]) -> list[TopLogits]:
+        step = run % LENGTH
+        return [TopLogits((1 if step == 0 else 2, 3), (2.0, 1.0))] if step in {0, *range(8, LENGTH)} else top
+
+    engine = PlantedEngine(logits=wrong, run=runs.append)
+    modes = {prompt: checked(model, topology, [prompt], engine)[2]["oracle"]["mode"] for prompt in STARTS}
+    missed = next(prompt for prompt, mode in modes.items() if mode == "one-pass")
+    found = next(prompt for prompt, mode in modes.items() if mode == "stepwise")
+    runs.clear()
+    end, judged, _ = checked(model, topology, [missed, found], engine)
+    assert [(each.index, each.oracle_mode) for each in judged] == [
+        (0, "one-pass"),
+        (0, "stepwise"),
+        (1, "stepwise"),
+    ]
+    assert end.verdict == "divergent"
+    assert len(runs) == 2 * 2 * LENGTH
 
 
 ROWS = st.lists(
