@@ -82,7 +82,7 @@ def command(
     """
     with deferred_interrupts():
         # Imported here, Ctrl-C cannot break them; and what the trace needs is missed before all is decoded.
-        import numpy as np
+        import numpy as np  # noqa: F401
         import safetensors.numpy  # noqa: F401
 
         from harness.engines.registry import parse_engine

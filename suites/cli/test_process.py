@@ -156,7 +156,7 @@ STAGES = {
     "printing": (("harness.cli.running", None, "print_json_line", 1), True),
     "leaving": (("threading", None, "_shutdown", 1), True),
 }
-"""Where Ctrl-C is pressed (a module, a class of it, a function, at which call), and whether all is done by then."""
+"""Where Ctrl-C is pressed (a module, a class of it, a function, at which call), and whether it is the end."""
 
 PRESSING = """
 import importlib, json, signal, sys
