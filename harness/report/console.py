@@ -69,6 +69,7 @@ class ProgressReporter:
         self._tasks: dict[str, TaskID] = {}
         self._prompts = 0
         self._names: dict[str, str] = {}
+        self._judged: set[int] = set()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -87,9 +88,11 @@ class ProgressReporter:
             case TokenDecoded():
                 self._progress.update(self._tasks[event.role], completed=event.step + 1)
             case PromptJudged():
+                again = " again, in steps" if event.index in self._judged else ""
+                self._judged.add(event.index)
                 if not self._live:
                     self._say(
-                        f"prompt {event.index + 1}/{self._prompts}: {event.verdict}, "
+                        f"prompt {event.index + 1}/{self._prompts}{again}: {event.verdict}, "
                         f"{_tokens(len(event.candidate_ids))}, candidate {event.candidate_seconds:.1f} s, "
                         f"oracle {event.oracle_seconds:.1f} s"
                     )

@@ -120,3 +120,18 @@ def test_progress_on_a_plain_stream_is_one_line_for_each_thing_that_happens() ->
         "prompt 1/2: identical, 2 tokens, candidate 0.2 s, oracle 1.0 s",
         "prompt 2/2: divergent, 3 tokens, candidate 0.5 s, oracle 2.0 s",
     ]
+
+
+def test_a_prompt_that_is_judged_again_says_so() -> None:
+    """Its second line differs from the first in more than the verdict."""
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    reporter = ProgressReporter(console)
+    for event in (
+        *divergent_stream()[:-1],
+        PromptJudged(0, "divergent", (7, 8), (9,), (9, 8), 0.5, 0.25, 3.0),
+    ):
+        reporter(event)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[-1] == (
+        "prompt 1/2 again, in steps: divergent, 2 tokens, candidate 0.2 s, oracle 3.0 s"
+    )

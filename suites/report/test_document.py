@@ -157,3 +157,12 @@ def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path: Path) -> N
     with pytest.raises(InputError, match="--report-dir") as caught:
         writer(event)
     assert str(blocker) in caught.value.message
+
+
+def test_the_later_judgement_of_a_prompt_holds() -> None:
+    """Its verdict, and whether the candidate failed: nothing of the earlier one is left."""
+    document = document_of(
+        [*crashed_stream()[:-1], PromptJudged(0, "identical", (1,), (1,), (1,), 1.0, 0.5, 2.0)]
+    )
+    assert [prompt["verdict"] for prompt in document["prompts"]] == ["identical"]
+    assert document["candidate"]["failure"] is None
