@@ -241,7 +241,8 @@ class Reference:
         undecided = tuple(i for i, step in enumerate(steps) if 0 < step.margin <= bands[i])
         if self.mode == "one-pass":
             blamed = [_blamed(steps, bands, undecided, chosen) for chosen in (token_ids, rivals)]
-            for position, gap in {**blamed[1], **blamed[0]}.items():
+            for position in sorted({*blamed[0], *blamed[1]}):
+                gap = min(gaps[position] for gaps in blamed if position in gaps)
                 allowed = max(gap, bands[position])
                 if not self._begins(finest, finer, position + 1, bands[position], at_most=allowed / 2):
                     return None
