@@ -168,6 +168,8 @@ def test_an_output_as_wide_as_a_state_is_no_logits() -> None:
     found = refusal([TOKENS, state[0]], [Port("decoder_output", "float32", ("b", "s", 640)), state[1]])
     assert found.code == "E_NO_LOGITS_OUTPUT"
     assert "decoder_output" in found.ports
+    nameless = refusal([TOKENS, state[0]], [Port("g", "float32", ("b", "s", 640)), state[1]])
+    assert (nameless.code, nameless.ports) == ("E_NO_LOGITS_OUTPUT", ("g",))
 
 
 def test_two_candidates_for_the_logits_are_refused() -> None:

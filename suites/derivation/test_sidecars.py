@@ -508,3 +508,23 @@ def test_a_declared_cache_is_keys_or_values_as_its_name_says(field: str, past: s
         }
     roles = {port.name: port.role for port in topology(inventory, declared=block).roles}
     assert (roles[past], roles[present]) == (role, role)
+
+
+def test_a_name_says_what_a_declared_cache_is_whatever_else_is_declared() -> None:
+    """Both attentions, both sides: `0.0` and `0.1` still are keys and values."""
+    pasts = ("past_key_values.0.0", "past_key_values.0.1")
+    presents = ("present.0.0", "present.0.1")
+    cross = ("past_key_values.0.encoder.key", "present.0.encoder.key")
+    ports = interface(vocab=1000)
+    inventory = PortInventory(
+        (*ports.inputs, *(Port(name, "float32", GROWING) for name in (*pasts, cross[0]))),
+        (*ports.outputs, *(Port(name, "float32", GROWN) for name in (*presents, cross[1]))),
+    )
+    block = {
+        "kv_inputs": [*pasts],
+        "kv_outputs": [*presents],
+        "cross_kv_inputs": [cross[0]],
+        "cross_kv_outputs": [cross[1]],
+    }
+    roles = {port.name: port.role for port in topology(inventory, declared=block).roles}
+    assert [roles[name] for name in pasts] == [Role.KV_KEY, Role.KV_VALUE]
