@@ -77,7 +77,8 @@ class Package:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
                 raise InputError(
-                    f"{self.folder / name}: eos_token_id is {shown(value)}; a token ID or a list of them is due.",
+                    f"{self.folder / name}: eos_token_id is {shown(value)}; a token ID or a list of them "
+                    "is due.",
                     next_action="Correct the file.",
                 )
             return tuple(ids)
