@@ -89,7 +89,8 @@ def assemble(package: Package, topology: Topology) -> Assembly:
         topology: of `decoder_inventory(package)`.
 
     Raises:
-        InputError: a component that the decoder needs is missing, or several could be meant.
+        InputError: a component that the decoder needs is missing, several could be meant, or no part gives
+            the logits or a cache at some call.
     """
     return _Assembler(package, topology).assembly()
 
@@ -115,6 +116,8 @@ class _Assembler:
             before = [other for other in decoder[:index] if hands_on(other, part)]
             wires = {name: passed_on(name, before) or sources[name] for name in part.inputs}
             steps.append(_step(part, wires))
+        outputs = {port.name: tuple(givers_of(port.name, decoder)) for port in inventory.outputs}
+        self._refuse_silent(outputs, decoder)
         if topology.token_input is None:
             topology = self._with_token(topology)
         return Assembly(
@@ -122,13 +125,33 @@ class _Assembler:
             Wiring(
                 steps=tuple(steps),
                 inputs=self._inputs(inventory, steps),
-                outputs={port.name: tuple(givers_of(port.name, decoder)) for port in inventory.outputs},
+                outputs=outputs,
                 ports=inventory.outputs,
                 caches=frozenset(_caches(topology)),
                 notes=self._notes,
             ),
             tuple(self._given.values()),
         )
+
+    def _refuse_silent(self, outputs: Mapping[str, Sequence[Output]], decoder: Sequence[Part]) -> None:
+        """Logits and caches must be given at every call, by one part or another."""
+        topology = self.topology
+        components = {part.name: part.component for part in decoder}
+        states = (pair.output for pair in topology.state_pairs)
+        for name in (topology.logits_output, *topology.kv_outputs, *states):
+            if name is None or name not in outputs:
+                continue
+            givers = [components[output.step] for output in outputs[name]]
+            for call, runs in (
+                ("at the prompt", any(part.on_prompt for part in givers)),
+                ("after the prompt", any(part.on_steps for part in givers)),
+            ):
+                if not runs:
+                    names = ", ".join(part.name for part in givers)
+                    raise InputError(
+                        f"{self.package.folder}: no part gives {name} {call}, when {names} does not run.",
+                        next_action="Correct run_on_prompt and run_on_token_gen in genai_config.json.",
+                    )
 
     def _sources(
         self,

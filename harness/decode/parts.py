@@ -66,10 +66,12 @@ def decoder_inventory(package: Package) -> PortInventory:
     A cache that a later part reads as well is still a cache: it is given back.
 
     Raises:
-        InputError: a graph cannot be read, or two parts take an input of one name but of different types.
+        InputError: a graph cannot be read, two parts take an input of one name but of different types, or
+            the graph for later calls is missing.
     """
     parts = parts_of(package.components.decoder)
     if len(parts) == 1:
+        _refuse_first_call_alone(package, parts[0])
         return parts[0].inventory
     inputs: dict[str, Port] = {}
     outputs: dict[str, Port] = {}
@@ -127,6 +129,18 @@ def givers_of(name: str, decoder: Sequence[Part]) -> Iterator[Output]:
         own = next((own for own in part.outputs if part.component.names_of(own)[-1] == name), None)
         if own is not None:
             yield Output(part.name, own)
+
+
+def _refuse_first_call_alone(package: Package, part: Part) -> None:
+    """A graph that gives a cache and takes none runs at the first call, and needs its partner for others."""
+    partner = package.components.partner
+    gives, takes = (any(map(_PAST_OR_PRESENT.match, ports)) for ports in (part.outputs, part.inputs))
+    if partner is not None and gives and not takes:
+        raise InputError(
+            f"{package.folder}: {partner.name} is missing, the partner of {part.component.graph.name}, which "
+            "gives a cache and takes none: it is for the first call alone.",
+            next_action="Copy it into the package.",
+        )
 
 
 def _merged(package: Package, known: Port | None, port: Port, *, later: bool = False) -> Port:

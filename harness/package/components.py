@@ -61,10 +61,13 @@ class Components:
         decoder: what takes tokens or embeddings and gives logits, in the order in which it runs: one graph,
             or the parts of one, or one for the first call and one for all others.
         others: what else there is, such as encoders and embeddings.
+        partner: the graph for later calls that is not there, and that a decoder for the first call alone
+            needs; None where it would have none.
     """
 
     decoder: tuple[Component, ...]
     others: tuple[Component, ...] = ()
+    partner: Path | None = None
 
 
 def mapping_at(parent: Mapping[str, Any] | None, *keys: str) -> Mapping[str, Any]:

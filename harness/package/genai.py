@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.errors import InputError, shown
 from harness.package.components import Component, Components, mapping_at, named_graph, undrivable
 
 __all__ = ["genai_components"]
@@ -25,7 +26,8 @@ def genai_components(folder: Path, config: Mapping[str, Any]) -> Components | No
     """The graphs that the configuration names; None where it names no decoder.
 
     Raises:
-        InputError: a graph of the decoder is missing, or a name is no name of a file in the package.
+        InputError: a graph of the decoder is missing, a name is no name of a file in the package, or two
+            graphs have one name.
         NotDrivableError: the configuration is that of a transducer, or of a speculative pair.
     """
     model = mapping_at(config, "model")
@@ -48,7 +50,19 @@ def genai_components(folder: Path, config: Mapping[str, Any]) -> Components | No
         for name in _OTHERS
         if (part := mapping_at(model, name)).get("filename") is not None
     )
+    _refuse_doubled(folder, [part.name for part in (*stages, *others)])
     return Components(stages, others)
+
+
+def _refuse_doubled(folder: Path, names: list[str]) -> None:
+    """What a part hands on is known by the part's name, so that each has its own."""
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        raise InputError(
+            f"{folder}: {_FILE} has two graphs of the name {shown(doubled)}, under model.decoder.pipeline "
+            "or beside it.",
+            next_action="Give each part of the decoder a name of its own.",
+        )
 
 
 def _of_sessions(folder: Path, sessions: Mapping[str, Any]) -> Components | None:

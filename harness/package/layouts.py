@@ -42,11 +42,12 @@ _DIFFUSION = frozenset({"unet", "vae_decoder", "vae_encoder"})
 def components_by_name(folder: Path) -> Components:
     """The graphs of a package, by their names.
 
-    A graph that is alone is the decoder, whatever it is called, and so is `model.onnx` among others that
-    are no components.
+    A graph that is alone is the decoder, whatever it is called. Among several the names say which one it
+    is; a merged decoder may lie beside the pair that it was merged from.
 
     Raises:
-        InputError: there is no graph, or the names do not say which one is the decoder.
+        InputError: there is no graph, the names do not say which one is the decoder, or half of a pair is
+            missing.
         NotDrivableError: the names are those of a transducer, or of a diffusion pipeline.
     """
     graphs = _graphs(folder)
@@ -59,17 +60,11 @@ def components_by_name(folder: Path) -> Components:
     if len(graphs) == 1:
         return Components((_component(graphs, next(iter(graphs))),))
     others = tuple(_component(graphs, name) for name in graphs if name in _OTHERS)
-    if _MERGED in graphs:
-        return Components((_component(graphs, _MERGED),), others)
-    if {_FIRST_PASS, _WITH_PAST} <= graphs.keys():
-        pair = (
-            Component(_FIRST_PASS, graphs[_FIRST_PASS], on_steps=False),
-            Component(_WITH_PAST, graphs[_WITH_PAST], on_prompt=False),
-        )
-        return Components(pair, others)
-    decoders = [name for name in graphs if name in _DECODERS or name in (_FIRST_PASS, _WITH_PAST)]
-    if "model" in decoders and not others:
-        decoders = ["model"]
+    exported = [name for name in (_MERGED, _FIRST_PASS, _WITH_PAST) if name in graphs]
+    decoders = [name for name in graphs if _is_decoder(name)]
+    if exported and not decoders:
+        return _exported(folder, graphs, exported, others)
+    decoders = exported + decoders
     if len(decoders) == 1:
         return Components((_component(graphs, decoders[0]),), others)
     files = ", ".join(str(path.relative_to(folder)) for path in graphs.values())
@@ -84,13 +79,48 @@ def components_by_name(folder: Path) -> Components:
     )
 
 
+def _exported(
+    folder: Path, graphs: dict[str, Path], exported: list[str], others: tuple[Component, ...]
+) -> Components:
+    """A decoder of Optimum: merged, or a pair for the first call and all others."""
+    if _MERGED in exported:
+        return Components((_component(graphs, _MERGED),), others)
+    if _FIRST_PASS not in exported:
+        raise InputError(
+            f"{folder}: {_FIRST_PASS}.onnx is missing, the partner of {_WITH_PAST}.onnx that runs at the "
+            "first call.",
+            next_action=f"Copy it into the package, or name {_WITH_PAST}.onnx itself to drive it alone.",
+        )
+    if _WITH_PAST not in exported:
+        partner = graphs[_FIRST_PASS].with_name(f"{_WITH_PAST}.onnx")
+        return Components((_component(graphs, _FIRST_PASS),), others, partner=partner)
+    pair = (
+        Component(_FIRST_PASS, graphs[_FIRST_PASS], on_steps=False),
+        Component(_WITH_PAST, graphs[_WITH_PAST], on_prompt=False),
+    )
+    return Components(pair, others)
+
+
 def _graphs(folder: Path) -> dict[str, Path]:
-    """Graphs by name: those of the folder, else of its subfolder `onnx`, else one in each subfolder."""
+    """Graphs by name: those of the folder, else of its subfolder `onnx`, else one in each subfolder.
+
+    Beside files stand the decoders that lie in subfolders of their own, as `decoder/model`.
+    """
     for place in (folder, folder / "onnx"):
         found = {path.stem: path for path in sorted(place.glob("*.onnx")) if path.is_file()}
         if found:
-            return found
+            deeper = _in_subfolders(place).items()
+            return found | {f"{name}/{path.stem}": path for name, path in deeper if _is_decoder(name)}
+    return _in_subfolders(folder)
+
+
+def _in_subfolders(folder: Path) -> dict[str, Path]:
     return {path.parent.name: path for path in sorted(folder.glob("*/model.onnx")) if path.is_file()}
+
+
+def _is_decoder(name: str) -> bool:
+    """Whether a graph of this name, or one in a folder of this name, is a whole decoder."""
+    return name.partition("/")[0] in _DECODERS
 
 
 def _component(graphs: dict[str, Path], name: str) -> Component:

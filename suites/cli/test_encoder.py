@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fixtures.decoders import TinyDecoder
 from fixtures.seq2seq import TinySeq2Seq
-from fixtures.splitting import save_embedded
+from fixtures.splitting import cut, save_embedded
 from harness.cli.app import run
 
 SCHEMA = json.loads(
@@ -253,6 +253,27 @@ def two_decoders(folder: Path) -> None:
         TinyDecoder().save(folder / name / "model.onnx")
 
 
+def no_first_call(folder: Path) -> None:
+    """A pair without the graph for the first call; the encoder lies there."""
+    SPOKEN.save(folder, "pair", config=CONFIG)
+    (folder / "decoder_model.onnx").unlink()
+
+
+def no_later_calls(folder: Path) -> None:
+    """A pair without the graph for later calls."""
+    SPOKEN.save(folder, "pair", config=CONFIG)
+    (folder / "decoder_with_past_model.onnx").unlink()
+
+
+def pipeline(folder: Path, names: tuple[str, str], silent: str | None = None) -> None:
+    """A decoder in two parts; at the calls that `silent` names the last of them does not run."""
+    parts = cut(TinyDecoder().save(folder.parent / "whole.onnx"), folder, [30])
+    stages = [{name: {"filename": part.path.name}} for name, part in zip(names, parts, strict=True)]
+    if silent is not None:
+        stages[-1][names[-1]][silent] = False
+    declare(folder, "genai_config.json", {"model": {"decoder": {"pipeline": stages}}})
+
+
 def two_declared_decoders(folder: Path) -> None:
     """Two decoders that the metadata declares."""
     for name in ("a", "b"):
@@ -312,6 +333,19 @@ PACKAGES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "missing encoder": (missing_encoder, 2, "needs encoder (encoder.onnx), which the package declares"),
     "missing part": (missing_part, 2, "model.decoder.pipeline.b.filename is 'b.onnx', which is missing"),
     "two decoders": (two_decoders, 2, "2 decoders, decoder, text_decoder"),
+    "no graph for the first call": (no_first_call, 2, "decoder_model.onnx is missing, the partner of"),
+    "no graph for later calls": (no_later_calls, 2, "decoder_with_past_model.onnx is missing, the partner"),
+    "no logits later": (
+        lambda folder: pipeline(folder, ("a", "b"), "run_on_token_gen"),
+        2,
+        "no part gives logits after the prompt, when b does not run",
+    ),
+    "no logits at first": (
+        lambda folder: pipeline(folder, ("a", "b"), "run_on_prompt"),
+        2,
+        "no part gives logits at the prompt, when b does not run",
+    ),
+    "parts of one name": (lambda folder: pipeline(folder, ("a", "a")), 2, "two graphs of the name 'a'"),
     "two declared decoders": (two_declared_decoders, 2, "has 2 decoders, a, b"),
     "two encoders": (two_encoders, 2, "encoder, encoder_model could all give encoder_hidden_states"),
     "transducer": (transducer, 3, "is a transducer (decoder_joint-model.onnx)"),

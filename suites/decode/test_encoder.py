@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 import pytest
 
 from fixtures.seq2seq import FORMS, TinySeq2Seq
@@ -133,6 +134,36 @@ def test_the_pair_takes_turns(tmp_path: Path) -> None:
     assert trace.failure is None
     counts = {name: len(made) for name, made in calls.items()}
     assert counts == {"encoder_model": 1, "decoder_model": 1, "decoder_with_past_model": 4}
+
+
+def test_a_decoder_that_takes_its_past_needs_no_partner(tmp_path: Path) -> None:
+    """Under the name of the first graph of a pair it runs at all calls."""
+    MODEL.save(tmp_path, "merged")
+    (tmp_path / "decoder_model_merged.onnx").rename(tmp_path / "decoder_model.onnx")
+    features = MODEL.features(FRAMES)
+    assembly = assembly_of(tmp_path)
+
+    trace = greedy_decode(
+        open_whole("ort-cpu", assembly),
+        assembly.topology,
+        PROMPT,
+        max_new_tokens=5,
+        extra=fed(assembly, features),
+    )
+
+    assert trace.token_ids == MODEL.greedy(MODEL.hidden(features), PROMPT, 5)
+
+
+def test_a_decoder_without_any_cache_misses_no_partner(tmp_path: Path) -> None:
+    """It has nothing that a graph for later calls could take: whether it can be driven its ports say."""
+    MODEL.save(tmp_path, "pair")
+    (tmp_path / "decoder_with_past_model.onnx").unlink()
+    path = tmp_path / "decoder_model.onnx"
+    model = onnx.load(path)
+    del model.graph.output[1:]
+    onnx.save(model, path)
+
+    assert [port.name for port in decoder_inventory(open_package(tmp_path)).outputs] == ["logits"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,14 @@ def named(folder: Path, components: Components) -> tuple[dict[str, str], dict[st
     [
         (["anything.onnx"], {"anything": "anything.onnx"}, {}),
         (["model.onnx", "more.onnx"], {"model": "model.onnx"}, {}),
-        (["model.onnx", "decoder.onnx"], {"model": "model.onnx"}, {}),
+        (["model.onnx", "model_fp16.onnx", "model_quantized.onnx"], {"model": "model.onnx"}, {}),
+        (["decoder.onnx", "vision/model.onnx"], {"decoder": "decoder.onnx"}, {}),
+        (
+            ["decoder_model_merged.onnx", "decoder_model_merged_q4.onnx", "encoder_model.onnx"],
+            {"decoder_model_merged": "decoder_model_merged.onnx"},
+            {"encoder_model": "encoder_model.onnx"},
+        ),
+        (["decoder_with_past_model.onnx"], {"decoder_with_past_model": "decoder_with_past_model.onnx"}, {}),
         (
             [
                 "encoder_model.onnx",
@@ -73,6 +81,55 @@ def test_names_of_files_and_folders(
 ) -> None:
     """The names that exporters give: a graph alone, the merged one before the pair, a folder a component."""
     assert named(tmp_path, package(tmp_path, files)) == (decoder, others)
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["model.onnx", "decoder.onnx"], "2 decoders, decoder, model, among"),
+        (["model.onnx", "decoder_model_merged.onnx"], "2 decoders, decoder_model_merged, model, among"),
+        (["model.onnx", "decoder/model.onnx"], "2 decoders, model, decoder/model, among"),
+        (["onnx/model.onnx", "onnx/decoder/model.onnx"], "2 decoders, model, decoder/model, among"),
+        (["decoder.onnx", "language_model.onnx"], "2 decoders, decoder, language_model, among"),
+        (
+            ["model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"],
+            "3 decoders, decoder_model, decoder_with_past_model, model, among",
+        ),
+    ],
+)
+def test_of_several_decoders_none_is_chosen_unless_a_sidecar_says_which(
+    tmp_path: Path, files: list[str], names: str
+) -> None:
+    """All that could be meant are named; a declaration settles it."""
+    with pytest.raises(InputError, match=re.escape(names)):
+        package(tmp_path, files)
+
+    config = {"model": {"decoder": {"filename": files[0]}}}
+    assert named(tmp_path, package(tmp_path, files, genai=config))[0] == {"decoder": files[0]}
+
+
+def test_a_pair_without_its_first_call_is_refused(tmp_path: Path) -> None:
+    """The graph for later calls would be fed made-up caches; named itself, it is what was asked for."""
+    files = ["encoder_model.onnx", "decoder_with_past_model.onnx"]
+
+    with pytest.raises(InputError, match=r"decoder_model\.onnx is missing, .* decoder_with_past_model\.onnx"):
+        package(tmp_path, files)
+
+    (alone,) = open_package(tmp_path / "decoder_with_past_model.onnx").components.decoder
+    assert (alone.name, alone.on_prompt) == ("decoder_with_past_model", True)
+
+
+@pytest.mark.parametrize(
+    ("names", "beside"),
+    [(("a", "a"), "vision"), (("a", "b", "a"), "vision"), (("embedding", "b"), "embedding")],
+)
+def test_two_parts_of_one_name_are_refused(tmp_path: Path, names: tuple[str, ...], beside: str) -> None:
+    """Parts of a pipeline, or a part and another graph: by its name is known what a part gives."""
+    stages = [{name: {"filename": "a.onnx"}} for name in names]
+    config = {"model": {"decoder": {"pipeline": stages}, beside: {"filename": "a.onnx"}}}
+
+    with pytest.raises(InputError, match=f"two graphs of the name '{names[0]}'"):
+        package(tmp_path, ["a.onnx"], genai=config)
 
 
 def test_a_pair_takes_turns(tmp_path: Path) -> None:
