@@ -268,7 +268,9 @@ def no_later_calls(folder: Path) -> None:
 def pipeline(folder: Path, names: tuple[str, str], silent: str | None = None) -> None:
     """A decoder in two parts; at the calls that `silent` names the last of them does not run."""
     parts = cut(TinyDecoder().save(folder.parent / "whole.onnx"), folder, [30])
-    stages = [{name: {"filename": part.path.name}} for name, part in zip(names, parts, strict=True)]
+    stages: list[dict[str, dict[str, Any]]] = [
+        {name: {"filename": part.path.name}} for name, part in zip(names, parts, strict=True)
+    ]
     if silent is not None:
         stages[-1][names[-1]][silent] = False
     declare(folder, "genai_config.json", {"model": {"decoder": {"pipeline": stages}}})
