@@ -4,8 +4,8 @@ The story: exported as int4 with `accuracy_level` 4, which lets an engine quanti
 the model decodes to other tokens than its own weights say. Measured: ONNX Runtime CPU parts from the oracle
 on four of the six prompts (at generated tokens 16, 6, 7 and 0, with margins 0.1245, 0.1514, 0.0332 and
 0.0643), nxrt on the same four (at 16, 27, 7 and 0); in fp32, and in int4 at level 1, both are identical on
-all six. On another machine ONNX Runtime parted on prompts 1, 3, 4, 5 and 6, at 1, 6, 7, 22 and 0. Run it again:
-`onnx-parity check smollm2-int4`.
+all six. On another machine ONNX Runtime parted on prompts 1, 3, 4, 5 and 6, at 1, 6, 7, 22 and 0. Run
+it again: `onnx-parity check smollm2-int4`.
 """
 
 from __future__ import annotations
