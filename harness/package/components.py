@@ -12,10 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import InputError, NotDrivableError
+from harness.errors import InputError, NotDrivableError, shown
 from harness.package.links import is_own
 
-__all__ = ["INDEX", "Component", "Components", "mapping_at", "named_graph", "undrivable"]
+__all__ = [
+    "INDEX",
+    "Component",
+    "Components",
+    "mapping_at",
+    "named_graph",
+    "refuse_doubled",
+    "section_at",
+    "undrivable",
+]
 
 INDEX = "%d"
 """Stands for the layer in the names of ports."""
@@ -76,6 +85,45 @@ def mapping_at(parent: Mapping[str, Any] | None, *keys: str) -> Mapping[str, Any
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value if isinstance(value, Mapping) else {}
+
+
+def section_at(folder: Path, file: str, parent: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """The mapping at a path of keys of a sidecar; an empty one where there is none.
+
+    Raises:
+        InputError: what stands there is no mapping, so that what it means to say would be dropped.
+    """
+    value: Any = parent
+    for depth, key in enumerate(keys, 1):
+        value = value.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise InputError(
+                f"{folder / file}: {'.'.join(keys[:depth])} is {shown(value)}; a mapping is due.",
+                next_action="Correct the file, or name the graph itself instead of its folder.",
+            )
+    return value if isinstance(value, Mapping) else {}
+
+
+def refuse_doubled(folder: Path, file: str, components: Components) -> None:
+    """See that no file stands for two graphs that run at one call: whatever it computed would count twice.
+
+    Raises:
+        InputError: one does; the message has its name and what both are called in the sidecar `file`.
+    """
+    known: list[tuple[Component, Path]] = []
+    for part in (*components.decoder, *components.others):
+        path = part.graph.resolve()
+        for other, where in known:
+            together = (part.on_prompt and other.on_prompt) or (part.on_steps and other.on_steps)
+            if path == where and together:
+                raise InputError(
+                    f"{folder}: {file} lists {part.graph.name} twice, as {shown(other.name)} and as "
+                    f"{shown(part.name)}, both at one call.",
+                    next_action="Give each the graph that is meant, or leave one of them out.",
+                )
+        known.append((part, path))
 
 
 def named_graph(folder: Path, named: object, *, place: str, must_exist: bool = True) -> Path:

@@ -12,13 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError, shown
-from harness.package.components import Component, Components, mapping_at, named_graph, undrivable
+from harness.package.components import (
+    Component,
+    Components,
+    mapping_at,
+    named_graph,
+    refuse_doubled,
+    section_at,
+    undrivable,
+)
 
 __all__ = ["genai_components"]
 
 _FILE = "genai_config.json"
 _OTHERS = ("embedding", "encoder", "vision", "speech")
 _DECODERS = ("decoder", "model", "text")
+_PARTS = '[{"NAME": {"filename": "FILE.onnx"}}, ...]'
 _TARGET_ALONE = "Name the graph of the target model to check it alone."
 
 
@@ -26,16 +35,23 @@ def genai_components(folder: Path, config: Mapping[str, Any]) -> Components | No
     """The graphs that the configuration names; None where it names no decoder.
 
     Raises:
-        InputError: a graph of the decoder is missing, a name is no name of a file in the package, or two
-            graphs have one name.
+        InputError: a graph of the decoder is missing, a name is no name of a file in the package, two graphs
+            have one name, one graph is listed twice, or a section has another form than that of the schema.
         NotDrivableError: the configuration is that of a transducer, or of a speculative pair.
     """
-    model = mapping_at(config, "model")
+    found = _named(folder, config)
+    if found is not None:
+        refuse_doubled(folder, _FILE, found)
+    return found
+
+
+def _named(folder: Path, config: Mapping[str, Any]) -> Components | None:
+    model = section_at(folder, _FILE, config, "model")
     _refuse_other_kinds(folder, config, model)
-    sessions = mapping_at(config, "pipeline", "sessions")
+    sessions = section_at(folder, _FILE, config, "pipeline", "sessions")
     if sessions:
-        return _of_sessions(folder, sessions)
-    decoder = mapping_at(model, "decoder")
+        return _of_sessions(folder, config, sessions)
+    decoder = section_at(folder, _FILE, config, "model", "decoder")
     stages = tuple(_stages(folder, decoder))
     if not stages:
         named = decoder.get("filename")
@@ -48,13 +64,13 @@ def genai_components(folder: Path, config: Mapping[str, Any]) -> Components | No
             name, _optional(folder, part["filename"], f"model.{name}.filename"), _aliases(part, decoder)
         )
         for name in _OTHERS
-        if (part := mapping_at(model, name)).get("filename") is not None
+        if (part := section_at(folder, _FILE, config, "model", name)).get("filename") is not None
     )
-    _refuse_doubled(folder, [part.name for part in (*stages, *others)])
+    _refuse_one_name(folder, [part.name for part in (*stages, *others)])
     return Components(stages, others)
 
 
-def _refuse_doubled(folder: Path, names: list[str]) -> None:
+def _refuse_one_name(folder: Path, names: list[str]) -> None:
     """What a part hands on is known by the part's name, so that each has its own."""
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
@@ -65,8 +81,10 @@ def _refuse_doubled(folder: Path, names: list[str]) -> None:
         )
 
 
-def _of_sessions(folder: Path, sessions: Mapping[str, Any]) -> Components | None:
-    files = {name: mapping_at(sessions, name).get("file") for name in sessions}
+def _of_sessions(folder: Path, config: Mapping[str, Any], sessions: Mapping[str, Any]) -> Components | None:
+    files = {
+        name: section_at(folder, _FILE, config, "pipeline", "sessions", name).get("file") for name in sessions
+    }
     decoder = next((name for name in _DECODERS if files.get(name) is not None), None)
     if decoder is None:
         return None
@@ -82,20 +100,49 @@ def _of_sessions(folder: Path, sessions: Mapping[str, Any]) -> Components | None
 
 
 def _stages(folder: Path, decoder: Mapping[str, Any]) -> Iterator[Component]:
-    """The parts of a decoder: a list of mappings from a part's name to what it is."""
+    """The parts of a decoder: a list of mappings from a part's name to what it is.
+
+    onnxruntime-genai takes no other form either.
+    """
     pipeline = decoder.get("pipeline")
-    for entry in pipeline if isinstance(pipeline, list) else ():
-        for name in entry if isinstance(entry, Mapping) else ():
-            stage = mapping_at(entry, name)
-            place = f"{_FILE}: model.decoder.pipeline.{name}.filename"
-            forwarded = mapping_at(stage, "output_names_forwarder")
+    if pipeline is None:
+        return
+    place = "model.decoder.pipeline"
+    if not isinstance(pipeline, list):
+        raise _no_parts(folder, f"{place} is {shown(pipeline)}")
+    for index, entry in enumerate(pipeline):
+        if not isinstance(entry, Mapping):
+            raise _no_parts(folder, f"{place}[{index}] is {shown(entry)}")
+        for name, stage in entry.items():
+            if not isinstance(stage, Mapping):
+                raise _no_parts(folder, f"{place}[{index}].{name} is {shown(stage)}")
+            at = f"{place}.{name}"
+            forwarded = section_at(folder, _FILE, stage, "output_names_forwarder")
             yield Component(
                 str(name),
-                named_graph(folder, stage.get("filename"), place=place),
+                named_graph(folder, stage.get("filename"), place=f"{_FILE}: {at}.filename"),
                 tuple((str(own), str(other)) for own, other in forwarded.items()),
-                on_prompt=stage.get("run_on_prompt") is not False,
-                on_steps=stage.get("run_on_token_gen") is not False,
+                on_prompt=_runs(folder, stage, "run_on_prompt", at),
+                on_steps=_runs(folder, stage, "run_on_token_gen", at),
             )
+
+
+def _no_parts(folder: Path, what: str) -> InputError:
+    return InputError(
+        f"{folder / _FILE}: {what}; a list of mappings is due, from the name of a part to what it is.",
+        next_action=f"Write {_PARTS}, or leave it out and give model.decoder.filename.",
+    )
+
+
+def _runs(folder: Path, stage: Mapping[str, Any], key: str, place: str) -> bool:
+    """Whether a part runs at such calls; it does where nothing is said."""
+    value = stage.get(key, True)
+    if not isinstance(value, bool):
+        raise InputError(
+            f"{folder / _FILE}: {place}.{key} is {shown(value)}; true or false is due.",
+            next_action="Correct the file.",
+        )
+    return value
 
 
 def _aliases(part: Mapping[str, Any], decoder: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -18,6 +18,9 @@ __all__ = ["components_by_name"]
 _MERGED = "decoder_model_merged"
 _FIRST_PASS = "decoder_model"
 _WITH_PAST = "decoder_with_past_model"
+_WEB = "onnx"
+"""The folder that packages for Transformers.js keep their graphs in."""
+_EXPORTED = (_MERGED, _FIRST_PASS, _WITH_PAST)
 _DECODERS = frozenset({"decoder", "model", "text_decoder", "language_model", "text_model"})
 _OTHERS = frozenset(
     {
@@ -43,7 +46,8 @@ def components_by_name(folder: Path) -> Components:
     """The graphs of a package, by their names.
 
     A graph that is alone is the decoder, whatever it is called. Among several the names say which one it
-    is; a merged decoder may lie beside the pair that it was merged from.
+    is, of those in the folder `onnx` as well; a merged decoder may lie beside the pair that it was merged
+    from.
 
     Raises:
         InputError: there is no graph, the names do not say which one is the decoder, or half of a pair is
@@ -60,7 +64,7 @@ def components_by_name(folder: Path) -> Components:
     if len(graphs) == 1:
         return Components((_component(graphs, next(iter(graphs))),))
     others = tuple(_component(graphs, name) for name in graphs if name in _OTHERS)
-    exported = [name for name in (_MERGED, _FIRST_PASS, _WITH_PAST) if name in graphs]
+    exported = [name for name in _EXPORTED if name in graphs]
     decoders = [name for name in graphs if _is_decoder(name)]
     if exported and not decoders:
         return _exported(folder, graphs, exported, others)
@@ -71,7 +75,8 @@ def components_by_name(folder: Path) -> Components:
     if decoders:
         raise InputError(
             f"{folder}: {len(decoders)} decoders, {', '.join(decoders)}, among {files}.",
-            next_action="Name the .onnx file of the one that is meant instead of the directory.",
+            next_action="Name the .onnx file of the one that is meant instead of the directory, or move the "
+            "others away.",
         )
     raise InputError(
         f"{folder}: {len(graphs)} graphs and none is model.onnx: {files}.",
@@ -104,14 +109,22 @@ def _exported(
 def _graphs(folder: Path) -> dict[str, Path]:
     """Graphs by name: those of the folder, else of its subfolder `onnx`, else one in each subfolder.
 
-    Beside files stand the decoders that lie in subfolders of their own, as `decoder/model`.
+    Beside files stand the decoders that lie in subfolders of their own, as `decoder/model`, and those in
+    `onnx`, as `onnx/model`.
     """
-    for place in (folder, folder / "onnx"):
-        found = {path.stem: path for path in sorted(place.glob("*.onnx")) if path.is_file()}
-        if found:
-            deeper = _in_subfolders(place).items()
-            return found | {f"{name}/{path.stem}": path for name, path in deeper if _is_decoder(name)}
-    return _in_subfolders(folder)
+    inner = {f"{_WEB}/{name}": path for name, path in _beside(folder / _WEB).items()}
+    if found := _beside(folder):
+        return found | {name: path for name, path in inner.items() if _is_decoder(name)}
+    return {name.removeprefix(f"{_WEB}/"): path for name, path in inner.items()} or _in_subfolders(folder)
+
+
+def _beside(place: Path) -> dict[str, Path]:
+    """The graphs that lie in a folder, and the decoders in its subfolders; empty where none lies in it."""
+    found = {path.stem: path for path in sorted(place.glob("*.onnx")) if path.is_file()}
+    deeper = {
+        f"{name}/{path.stem}": path for name, path in _in_subfolders(place).items() if _is_decoder(name)
+    }
+    return found | deeper if found else {}
 
 
 def _in_subfolders(folder: Path) -> dict[str, Path]:
@@ -119,8 +132,13 @@ def _in_subfolders(folder: Path) -> dict[str, Path]:
 
 
 def _is_decoder(name: str) -> bool:
-    """Whether a graph of this name, or one in a folder of this name, is a whole decoder."""
-    return name.partition("/")[0] in _DECODERS
+    """Whether a graph of this name, or one in a folder of this name, is a whole decoder.
+
+    In `onnx`, a graph of Optimum is one as well: beside a decoder of the package itself, half a pair could be
+    meant, too.
+    """
+    bare = name.removeprefix(f"{_WEB}/")
+    return bare.partition("/")[0] in _DECODERS or (bare != name and bare in _EXPORTED)
 
 
 def _component(graphs: dict[str, Path], name: str) -> Component:

@@ -11,7 +11,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from harness.errors import InputError
-from harness.package.components import Component, Components, mapping_at, named_graph, undrivable
+from harness.package.components import (
+    Component,
+    Components,
+    mapping_at,
+    named_graph,
+    refuse_doubled,
+    undrivable,
+)
 
 __all__ = ["metadata_components"]
 
@@ -26,8 +33,8 @@ def metadata_components(folder: Path, metadata: Mapping[str, Any]) -> Components
     """The graphs that the metadata names; None where it names no decoder that is a file here.
 
     Raises:
-        InputError: the decoder is missing, a name is no name of a file in the package, or there are
-            several decoders.
+        InputError: the decoder is missing, a name is no name of a file in the package, one graph is listed
+            twice, or there are several decoders.
         NotDrivableError: the pipeline is no decode token after token, such as diffusion.
     """
     pipeline = mapping_at(metadata, "pipeline")
@@ -104,7 +111,7 @@ def _components(
 
     if files.get(decoder) is None:
         return None
-    return Components(
+    found = Components(
         (component(decoder, must_exist=True),),
         tuple(
             component(name, must_exist=False)
@@ -112,6 +119,8 @@ def _components(
             if name != decoder and isinstance(file, str) and file.endswith(_GRAPH)
         ),
     )
+    refuse_doubled(folder, _FILE, found)
+    return found
 
 
 def _single(folder: Path, decoders: list[str], files: Mapping[str, object], place: str) -> str:

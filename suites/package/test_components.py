@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ def named(folder: Path, components: Components) -> tuple[dict[str, str], dict[st
         (["anything.onnx"], {"anything": "anything.onnx"}, {}),
         (["model.onnx", "more.onnx"], {"model": "model.onnx"}, {}),
         (["model.onnx", "model_fp16.onnx", "model_quantized.onnx"], {"model": "model.onnx"}, {}),
+        (["model.onnx", "onnx/model_fp16.onnx", "onnx/embed_tokens.onnx"], {"model": "model.onnx"}, {}),
+        (["model.onnx", "onnx/decoder/model.onnx"], {"model": "model.onnx"}, {}),
+        (["anything.onnx", "onnx/model.onnx"], {"onnx/model": "onnx/model.onnx"}, {}),
         (["decoder.onnx", "vision/model.onnx"], {"decoder": "decoder.onnx"}, {}),
         (
             ["decoder_model_merged.onnx", "decoder_model_merged_q4.onnx", "encoder_model.onnx"],
@@ -92,6 +96,20 @@ def test_names_of_files_and_folders(
         (["onnx/model.onnx", "onnx/decoder/model.onnx"], "2 decoders, model, decoder/model, among"),
         (["decoder.onnx", "language_model.onnx"], "2 decoders, decoder, language_model, among"),
         (
+            ["model.onnx", "onnx/model.onnx"],
+            "2 decoders, model, onnx/model, among model.onnx, onnx/model.onnx",
+        ),
+        (["decoder.onnx", "onnx/model.onnx"], "2 decoders, decoder, onnx/model, among"),
+        (
+            ["decoder_model_merged.onnx", "onnx/decoder_model_merged.onnx"],
+            "2 decoders, decoder_model_merged, onnx/decoder_model_merged, among",
+        ),
+        (
+            ["model.onnx", "onnx/decoder_model.onnx", "onnx/decoder_with_past_model.onnx"],
+            "3 decoders, model, onnx/decoder_model, onnx/decoder_with_past_model, among",
+        ),
+        (["model.onnx", "onnx/model_q4.onnx", "onnx/decoder/model.onnx"], "model, onnx/decoder/model, among"),
+        (
             ["model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"],
             "3 decoders, decoder_model, decoder_with_past_model, model, among",
         ),
@@ -130,6 +148,129 @@ def test_two_parts_of_one_name_are_refused(tmp_path: Path, names: tuple[str, ...
 
     with pytest.raises(InputError, match=f"two graphs of the name '{names[0]}'"):
         package(tmp_path, ["a.onnx"], genai=config)
+
+
+def twice_in_parts(file: str) -> dict[str, Any]:
+    """Two parts of a decoder."""
+    stages = [{"a": {"filename": "a.onnx"}}, {"b": {"filename": "b.onnx"}}, {"c": {"filename": file}}]
+    return {"genai": {"model": {"decoder": {"pipeline": stages}}}}
+
+
+def twice_beside_the_decoder(file: str) -> dict[str, Any]:
+    """A decoder, and an encoder that is said to be the same."""
+    return {"genai": {"model": {"decoder": {"filename": "a.onnx"}, "encoder": {"filename": file}}}}
+
+
+def twice_in_sessions(file: str) -> dict[str, Any]:
+    """Two sessions."""
+    sessions = {"decoder": {"file": "a.onnx"}, "embedding": {"file": file}}
+    return {"genai": {"version": 2, "pipeline": {"sessions": sessions}}}
+
+
+def twice_in_models(file: str) -> dict[str, Any]:
+    """Two models of the older metadata."""
+    models = {"a": {"filename": "a.onnx", "type": "decoder"}, "b": {"filename": file, "type": "encoder"}}
+    return {"metadata": {"pipeline": {"models": models}}}
+
+
+def twice_in_a_workflow(file: str) -> dict[str, Any]:
+    """Two components of the newer metadata."""
+    roles = {"t": "token_ids", "l": "logits"}
+    components = {
+        "a": {"implementation": {"artifact": "a.onnx"}, "ports": {"roles": roles}},
+        "b": {"implementation": {"artifact": file}},
+    }
+    return {"metadata": {"pipeline": {"workflow": {"components": components, "steps": []}}}}
+
+
+TWICE = [twice_in_parts, twice_beside_the_decoder, twice_in_sessions, twice_in_models, twice_in_a_workflow]
+
+
+@pytest.mark.parametrize("listed", TWICE)
+@pytest.mark.parametrize("spelt", ["a.onnx", "./a.onnx", "sub/../a.onnx", "link.onnx"])
+def test_a_graph_that_is_listed_twice_is_refused(
+    tmp_path: Path, listed: Callable[[str], dict[str, Any]], spelt: str
+) -> None:
+    """In whatever sidecar, and however it is spelt; another graph in its place is none of that."""
+    files = ["a.onnx", "b.onnx", "d.onnx", "sub/x.txt"]
+    if spelt == "link.onnx":
+        (tmp_path / spelt).symlink_to("a.onnx")
+
+    with pytest.raises(InputError, match=r"(json|yaml) lists \S+ twice, as '\w+' and as '\w+', both at"):
+        package(tmp_path, files, **listed(spelt))
+
+    assert package(tmp_path, files, **listed("d.onnx"))
+
+
+def test_one_graph_may_be_listed_for_the_prompt_and_again_for_what_follows(tmp_path: Path) -> None:
+    """No call runs it twice: each listing may have settings of its own."""
+    stages = {
+        "first": {"filename": "a.onnx", "run_on_token_gen": False},
+        "later": {"filename": "a.onnx", "run_on_prompt": False},
+    }
+    config = {"model": {"decoder": {"pipeline": [stages]}}}
+
+    parts = package(tmp_path, ["a.onnx"], genai=config).decoder
+
+    assert [(part.graph.name, part.on_prompt, part.on_steps) for part in parts] == [
+        ("a.onnx", True, False),
+        ("a.onnx", False, True),
+    ]
+
+
+OF_ANOTHER_FORM: dict[str, tuple[dict[str, Any], str]] = {
+    "a pipeline that is a string": (
+        {"decoder": {"pipeline": "a.onnx"}},
+        "model.decoder.pipeline is 'a.onnx'",
+    ),
+    "a pipeline that is a mapping": (
+        {"decoder": {"pipeline": {"a": {"filename": "a.onnx"}}}},
+        "model.decoder.pipeline is {'a': {",
+    ),
+    "a list of files": (
+        {"decoder": {"pipeline": ["a.onnx", "b.onnx"]}},
+        "model.decoder.pipeline[0] is 'a.onnx'",
+    ),
+    "a flat list of parts": (
+        {"decoder": {"pipeline": [{"filename": "a.onnx"}, {"filename": "b.onnx"}]}},
+        "model.decoder.pipeline[0].filename is 'a.onnx'",
+    ),
+    "parts that are files": (
+        {"decoder": {"pipeline": [{"a": {"filename": "a.onnx"}}, {"b": "b.onnx"}]}},
+        "model.decoder.pipeline[1].b is 'b.onnx'",
+    ),
+    "a call that is a word": (
+        {"decoder": {"pipeline": [{"a": {"filename": "a.onnx", "run_on_prompt": "false"}}]}},
+        "model.decoder.pipeline.a.run_on_prompt is 'false'; true or false is due",
+    ),
+    "names that are none": (
+        {"decoder": {"pipeline": [{"a": {"filename": "a.onnx", "output_names_forwarder": ["x"]}}]}},
+        "output_names_forwarder is ['x']; a mapping is due",
+    ),
+    "a decoder that is a file": ({"decoder": "a.onnx"}, "model.decoder is 'a.onnx'; a mapping is due"),
+    "an encoder that is a file": (
+        {"decoder": {"filename": "a.onnx"}, "encoder": "b.onnx"},
+        "model.encoder is 'b.onnx'; a mapping is due",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_FORM)
+def test_a_section_of_another_form_is_refused_and_not_passed_over(tmp_path: Path, name: str) -> None:
+    """What it means to say would be dropped, and another graph decoded than the one that is meant."""
+    model, says = OF_ANOTHER_FORM[name]
+
+    with pytest.raises(InputError) as caught:
+        package(tmp_path, ["a.onnx", "b.onnx", "model.onnx"], genai={"model": model})
+    assert f"{tmp_path / 'genai_config.json'}: {says}" in caught.value.message
+
+
+@pytest.mark.parametrize("sessions", ["a.onnx", ["a.onnx"], {"decoder": "a.onnx"}])
+def test_sessions_of_another_form_are_refused(tmp_path: Path, sessions: Any) -> None:
+    """The same of version 2."""
+    config = {"version": 2, "pipeline": {"sessions": sessions}}
+    with pytest.raises(InputError, match=r"genai_config\.json: pipeline\.sessions.* a mapping is due"):
+        package(tmp_path, ["a.onnx", "model.onnx"], genai=config)
 
 
 def test_a_pair_takes_turns(tmp_path: Path) -> None:
