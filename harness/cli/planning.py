@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.cli.output import report_warning
+from harness.decode.prefix import Prefix, forced_prefix
 from harness.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ class Conditioning:
     Attributes:
         assembly: the decoder with all its graphs.
         prefix: tokens that it is fed first.
+        not_forced: what its package forces behind an open position, for people; empty where there is none.
         feeds: what encoders take at every prompt; without the source text, which differs.
         takes_source: whether prompts are texts for the encoder, which the decoder then answers.
     """
@@ -34,6 +37,7 @@ class Conditioning:
     prefix: tuple[int, ...] = ()
     feeds: ExtraFeeds = field(default_factory=dict)
     takes_source: bool = False
+    not_forced: str = ""
 
     def source(self, source_ids: tuple[int, ...]) -> ExtraFeeds:
         """What is fed for a source text."""
@@ -41,6 +45,17 @@ class Conditioning:
 
         given = [each for each in self.assembly.given if each.port.name not in self.feeds]
         return {**self.feeds, **source_feeds(given, source_ids)}
+
+    def warn_of_what_is_not_forced(self, requests: Sequence[object]) -> None:
+        """Say what is decoded where a prompt, of token IDs or another, begins with the prefix alone."""
+        if self.not_forced and any(
+            self.takes_source or not isinstance(request, tuple) or request == self.prefix
+            for request in requests
+        ):
+            report_warning(
+                "forced_decoder_ids leaves a position open, and what it forces behind that, "
+                f"{self.not_forced}, is not forced but decoded. Give --prompt-ids with all that is to be forced."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +103,6 @@ def plan_decoder(package: Package, topology: Topology, *, inputs: Path | None, s
     """
     from harness.decode.assembling import assemble
     from harness.decode.encoder_inputs import given_values, read_inputs
-    from harness.decode.prefix import forced_prefix
 
     assembly = assemble(package, topology)
     given, source = assembly.given, assembly.source_tokens
@@ -106,20 +120,24 @@ def plan_decoder(package: Package, topology: Topology, *, inputs: Path | None, s
         values = given_values(given, file=inputs, seed=seed, config=package.config("config.json"))
     else:
         values = None
-    prefix = forced_prefix(package) if assembly.given else ()
+    prefix = forced_prefix(package) if assembly.given else Prefix()
     notes = _notes(assembly, prefix, None if values is None else values.origin, takes_source=takes_source)
     assembly = replace(assembly, wiring=replace(assembly.wiring, notes={**assembly.wiring.notes, **notes}))
     return Decoder(
         assembly.topology,
         assembly.wiring.inventory,
         tuple(step.graph for step in assembly.wiring.steps),
-        Conditioning(assembly, prefix, {} if values is None else values.feeds, takes_source),
+        Conditioning(
+            assembly,
+            prefix.token_ids,
+            {} if values is None else values.feeds,
+            takes_source,
+            prefix.open_end,
+        ),
     )
 
 
-def _notes(
-    assembly: Assembly, prefix: tuple[int, ...], origin: str | None, *, takes_source: bool
-) -> dict[str, str]:
+def _notes(assembly: Assembly, prefix: Prefix, origin: str | None, *, takes_source: bool) -> dict[str, str]:
     """What the report says about an encoder and what it is given."""
     if not assembly.given:
         return {}
@@ -131,5 +149,7 @@ def _notes(
     }
     if takes_source:
         # Elsewhere it stands at the beginning of the prompt's IDs.
-        notes["decoder_prefix"] = " ".join(map(str, prefix))
+        notes["decoder_prefix"] = " ".join(map(str, prefix.token_ids))
+    if prefix.not_forced:
+        notes["not_forced"] = prefix.open_end
     return notes

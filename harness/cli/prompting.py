@@ -100,6 +100,7 @@ def encode_prompts(
     """
     from harness.parity.check import Prompt
 
+    conditioning.warn_of_what_is_not_forced(requests)
     if conditioning.takes_source and not conditioning.prefix:
         raise InputError(
             f"{package.folder}: no file of the package says with which token its decoder starts.",

@@ -149,6 +149,35 @@ def test_an_embedding_graph_is_part_of_the_check(tmp_path: Path, capsys: pytest.
     assert {entry["node"].split(": ")[0] for entry in document["oracle"]["proof"]["entries"]} == {"decoder"}
 
 
+@pytest.mark.parametrize(
+    ("options", "warns"), [((), True), (("--prompt-ids", "3,1"), False), (("--prompt-ids", "3"), True)]
+)
+def test_what_a_package_forces_behind_an_open_position_is_said(
+    options: tuple[str, ...], warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whisper's language is null, as it is detected: what follows it is decoded too, with a warning."""
+    config = {"decoder_start_token_id": 3, "forced_decoder_ids": [[1, None], [2, 5], [3, 6]]}
+    package = SPOKEN.save(tmp_path / "p", "merged", config=config)
+
+    status, document, err = check(package, capsys, *options)
+
+    assert status == 0
+    assert document["candidate"]["settings"]["not_forced"] == "5 at position 2, 6 at position 3"
+    assert ("5 at position 2, 6 at position 3, is not forced" in err) == warns
+
+
+def test_a_gap_in_what_a_package_forces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be dropped in silence, and transformers refuses it as well."""
+    config = {"decoder_start_token_id": 3, "forced_decoder_ids": [[1, 1], [3, 5]]}
+    package = SPOKEN.save(tmp_path / "p", "merged", config=config)
+
+    status, document, err = check(package, capsys)
+
+    assert (status, err.count("\n")) == (2, 1)
+    assert "forced_decoder_ids is [[1, 1], [3, 5]]: it leaves out position 2" in document["error"]["message"]
+    assert not Path("reports").exists()
+
+
 WRONG_INPUTS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a wrong width": (
         lambda: {"audio_features": np.zeros((1, 5, 9), np.float32)},
