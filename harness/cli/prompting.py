@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.decode.chat import render_chat
+from harness.decode.chat import render_chats
 from harness.decode.prompt_set import Conversation, read_prompts
 from harness.decode.prompts import check_prompt_ids, encode_prompt
 from harness.errors import InputError
@@ -40,6 +41,13 @@ class PromptOptions:
     id_lists: tuple[str, ...] = ()
     file: Path | None = None
     chat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Templated:
+    """The text of a conversation. The template has written every special token itself."""
+
+    text: str
 
 
 def requested_prompts(
@@ -108,11 +116,10 @@ def encode_prompts(
         )
     prefix = check_prompt_ids(conditioning.prefix, vocabulary) if conditioning.prefix else ()
     prompts = []
-    for request in requests:
+    for request in _templated(requests, package, chat=chat):
         ids, text = _encoded(
             request,
             package,
-            chat=chat,
             vocabulary=vocabulary,
             bare=bool(prefix and not conditioning.takes_source),
         )
@@ -125,19 +132,33 @@ def encode_prompts(
     return tuple(prompts)
 
 
+def _templated(
+    requests: Sequence[PromptRequest], package: Package, *, chat: bool
+) -> list[str | tuple[int, ...] | _Templated]:
+    """The prompts, with the text of the chat template for each conversation.
+
+    All in one go, as a process is started for it.
+    """
+    asked = [
+        Conversation(({"role": "user", "content": request},))
+        if chat and isinstance(request, str)
+        else request
+        for request in requests
+    ]
+    talks = [request.messages for request in asked if isinstance(request, Conversation)]
+    texts = iter(render_chats(package.folder, talks) if talks else ())
+    return [_Templated(next(texts)) if isinstance(each, Conversation) else each for each in asked]
+
+
 def _encoded(
-    request: PromptRequest, package: Package, *, chat: bool, vocabulary: int | None, bare: bool
+    request: str | tuple[int, ...] | _Templated, package: Package, *, vocabulary: int | None, bare: bool
 ) -> tuple[tuple[int, ...], str | None]:
     """IDs and text of one prompt; `bare`: the tokenizer adds no special tokens, as a prefix has them."""
     if isinstance(request, tuple):
         return request, None
-    if chat and isinstance(request, str):
-        request = Conversation(({"role": "user", "content": request},))
-    if isinstance(request, Conversation):
-        # The template has written every special token itself.
-        request, bare = render_chat(package.folder, request.messages), True
-    ids = encode_prompt(package.folder, request, special_tokens=not bare, vocabulary=vocabulary)
-    return ids, request
+    text = request if isinstance(request, str) else request.text
+    special = isinstance(request, str) and not bare
+    return encode_prompt(package.folder, text, special_tokens=special, vocabulary=vocabulary), text
 
 
 def _parse_ids(text: str) -> tuple[int, ...]:

@@ -1,20 +1,21 @@
 """Sets of prompts in a file: JSON lines, one prompt each.
 
 A line is an object with exactly one of `text`, `prompt_ids` (the fields of a report, so that a report's
-prompts can be run again) and `messages`, a conversation for the package's chat template. Keys that begin
-with `x-` are left alone, and so are empty lines.
+prompts can be run again) and `messages`, a conversation for the package's chat template. The content of each
+message is a text, or a list of parts that are texts, which are put together. Keys that begin with `x-` are
+left alone, and so are empty lines.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from harness.errors import InputError
+from harness.errors import InputError, shown
+from harness.package.reading import unique_keys
 
 __all__ = ["Conversation", "PromptRequest", "read_prompts"]
 
@@ -25,7 +26,7 @@ _EXAMPLE = '{"text": "Once upon a time"}, {"prompt_ids": [1, 2]} or {"messages":
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What was said, for the chat template: mappings with `role` and `content`."""
+    """What was said, for the chat template: mappings with `role` and `content`, a text or null."""
 
     messages: tuple[Mapping[str, Any], ...]
 
@@ -57,31 +58,54 @@ def read_prompts(path: Path) -> tuple[PromptRequest, ...]:
 
 def _prompt(line: str, place: str) -> PromptRequest:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise _misfit(place, f"is not JSON: {error}") from error
+        raise _misfit(place, f"cannot be read as JSON: {error}") from error
     if not isinstance(entry, dict):
         raise _misfit(place, f"is a {type(entry).__name__}, not an object")
-    for key in entry:
-        if key not in _FORMS and not key.startswith(_PRIVATE):
-            near = difflib.get_close_matches(key, _FORMS, n=1)
-            raise _misfit(place, f"has the key {key!r:.60}" + (f"; did you mean {near[0]}?" if near else ""))
     given = [key for key in _FORMS if key in entry]
+    for key, value in entry.items():
+        if key not in _FORMS and not key.startswith(_PRIVATE):
+            meant = None if given else _form_of(value)
+            hint = f"did you mean {meant}?" if meant else f"a key of your own begins with {_PRIVATE}"
+            raise _misfit(place, f"has the key {key!r:.60}; {hint}")
     if len(given) != 1:
         raise _misfit(place, f"has {' and '.join(given) or 'none'} of {', '.join(_FORMS)}")
     value = entry[given[0]]
-    match given[0]:
-        case "text" if isinstance(value, str):
+    if _form_of(value) != given[0]:
+        raise _misfit(place, f"has a value of {given[0]} that it cannot have: {shown(value)}")
+    match value:
+        case str():
             return value
-        case "prompt_ids" if isinstance(value, list) and all(type(item) is int for item in value):
+        case [int(), *_] | []:
             return tuple(value)
-        case "messages" if isinstance(value, list) and value and all(map(_is_message, value)):
-            return Conversation(tuple(value))
-    raise _misfit(place, f"has a value of {given[0]} that it cannot have: {value!r:.60}")
+    return Conversation(tuple(_message(each, f"{place} message {n}") for n, each in enumerate(value, 1)))
 
 
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+def _form_of(value: object) -> str | None:
+    """The key under which a value of this form stands; None for one that stands nowhere."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    if all(type(item) is int for item in value):
+        return "prompt_ids"
+    return "messages" if all(isinstance(item, dict) for item in value) else None
+
+
+def _message(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """A message with its parts, where it has any, put together as templates do: with nothing between."""
+    if not isinstance(message.get("role"), str):
+        raise _misfit(place, "has no role, such as user")
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return {**message, "content": content}
+    if not isinstance(content, list) or not content:
+        raise _misfit(place, f"has no text as its content, but {shown(content)}")
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise _misfit(place, f"has {shown(part)} in its content, and text alone is decoded")
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _misfit(place: str, what: str) -> InputError:

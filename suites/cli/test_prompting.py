@@ -107,6 +107,36 @@ def test_added_tokens_may_lie_beyond_the_vocabulary(
     assert status in (0, 1)
 
 
+def test_a_message_in_parts_is_what_its_texts_say(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Put together, for a template that takes texts; a part that is none is refused, by its line."""
+    parts = [{"type": "text", "text": "of "}, {"type": "text", "text": "France"}]
+    image = [{"type": "image", "url": "a.png"}]
+    for name, content in (("set.jsonl", parts), ("more.jsonl", image)):
+        talk = {"messages": [{"role": "user", "content": content}]}
+        Path(name).write_text(json.dumps(talk), encoding="utf-8")
+
+    _, document, _ = check(package, capsys, "--prompts", "set.jsonl")
+    assert [(p["text"], p["prompt_ids"]) for p in document["prompts"]] == [("ask : of France", [5, 6, 3, 4])]
+
+    status, document, _ = check(package, capsys, "--prompts", "more.jsonl")
+    assert status == 2
+    assert "more.jsonl:1 message 1 has {'type': 'image'" in document["error"]["message"]
+
+
+def test_a_template_that_takes_too_much_is_bad_input(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2 and one line, with nothing written."""
+    template = "{% for i in range(9 ** 5) %}{% for j in range(9 ** 5) %}the {% endfor %}{% endfor %}"
+    (package / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+
+    status, document, err = check(package, capsys, "--chat", "--prompt", "the")
+
+    assert (status, err.count("\n")) == (2, 1)
+    assert "the chat template gives a text that is longer than any prompt" in document["error"]["message"]
+    assert not Path("reports").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -52,17 +52,45 @@ def test_empty_lines_private_keys_and_a_byte_order_mark_are_left_alone(tmp_path:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("hello", "is not JSON"),
+        ("hello", "cannot be read as JSON"),
+        ('{"text": "a", "text": "b"}', "the key 'text' stands twice"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "'content' stands twice"),
         ('"hello"', "is a str, not an object"),
         ("{}", "has none of text, prompt_ids, messages"),
         ('{"text": "a", "prompt_ids": [1]}', "has text and prompt_ids of"),
-        ('{"txet": "a"}', "did you mean text?"),
+        ('{"txet": "a"}', "the key 'txet'; did you mean text?"),
+        ('{"prompt": "a"}', "the key 'prompt'; did you mean text?"),
+        ('{"content": "a"}', "the key 'content'; did you mean text?"),
+        ('{"prompt": [1, 2]}', "the key 'prompt'; did you mean prompt_ids?"),
+        ('{"input_ids": [1, 2]}', "the key 'input_ids'; did you mean prompt_ids?"),
+        ('{"conversation": [{"role": "user"}]}', "did you mean messages?"),
+        ('{"prompt": 7}', "the key 'prompt'; a key of your own begins with x-"),
+        ('{"text": "a", "id": "b"}', "the key 'id'; a key of your own begins with x-"),
         ('{"text": 3}', "has a value of text"),
         ('{"prompt_ids": [true]}', "has a value of prompt_ids"),
         ('{"prompt_ids": [1.5]}', "has a value of prompt_ids"),
         ('{"prompt_ids": 1}', "has a value of prompt_ids"),
         ('{"messages": []}', "has a value of messages"),
-        ('{"messages": [{"role": "user"}]}', "has a value of messages"),
+        ('{"messages": [{"role": "user"}]}', "message 1 has no text as its content, but None"),
+        ('{"messages": [{"content": "a"}]}', "message 1 has no role"),
+        ('{"messages": ["a"]}', "has a value of messages"),
+        (
+            '{"messages": [{"role": "user", "content": null}]}',
+            "message 1 has no text as its content, but None",
+        ),
+        ('{"messages": [{"role": "user", "content": 7}]}', "message 1 has no text as its content, but 7"),
+        ('{"messages": [{"role": "user", "content": []}]}', "message 1 has no text as its content, but []"),
+        ('{"messages": [{"role": "user", "content": {"text": "a"}}]}', "has no text as its content"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "has 'a' in its content, and text alone"),
+        (
+            '{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": '
+            '"image_url", "image_url": {"url": "b"}}, {"type": "text", "text": "c"}]}]}',
+            "message 2 has {'type': 'image_url', ",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+            "message 1 has {'type': 'text'} in its content, and text alone is decoded",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:
@@ -73,6 +101,30 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     with pytest.raises(InputError, match=r"prompts\.jsonl:2 ") as caught:
         read_prompts(path)
     assert says in str(caught.value)
+
+
+@given(st.lists(st.text(), min_size=1))
+def test_parts_that_are_texts_are_put_together(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str]
+) -> None:
+    """As templates that take parts do: with nothing between them."""
+    path = tmp_path_factory.mktemp("set") / "prompts.jsonl"
+    content = [{"type": "text", "text": part} for part in parts]
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": content, "name": "n"}]}))
+
+    assert read_prompts(path) == (Conversation(({"role": "user", "content": "".join(parts), "name": "n"},)),)
+
+
+def test_who_calls_a_tool_need_say_nothing(tmp_path: Path) -> None:
+    """Such messages have null for their content, or none."""
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}]}))
+
+    (talk,) = read_prompts(path)
+
+    assert isinstance(talk, Conversation)
+    assert talk.messages[1] == {"role": "assistant", "tool_calls": calls, "content": None}
 
 
 @pytest.mark.parametrize(
