@@ -12,7 +12,7 @@ from harness.decode.prefix import Prefix, forced_prefix
 from harness.errors import InputError
 
 if TYPE_CHECKING:
-    from harness.decode.assembling import Assembly
+    from harness.decode.assembling import Assembly, GivenInput
     from harness.decode.plan import ExtraFeeds
     from harness.package import Package
     from harness.ports import PortInventory
@@ -28,9 +28,9 @@ class Conditioning:
     Attributes:
         assembly: the decoder with all its graphs.
         prefix: tokens that it is fed first.
-        not_forced: what its package forces behind an open position, for people; empty where there is none.
         feeds: what encoders take at every prompt; without the source text, which differs.
         takes_source: whether prompts are texts for the encoder, which the decoder then answers.
+        not_forced: what its package forces behind an open position, for people; empty where there is none.
     """
 
     assembly: Assembly
@@ -54,7 +54,8 @@ class Conditioning:
         ):
             report_warning(
                 "forced_decoder_ids leaves a position open, and what it forces behind that, "
-                f"{self.not_forced}, is not forced but decoded. Give --prompt-ids with all that is to be forced."
+                f"{self.not_forced}, is not forced but decoded. "
+                "Give --prompt-ids with all that is to be forced."
             )
 
 
@@ -115,7 +116,8 @@ def plan_decoder(package: Package, topology: Topology, *, inputs: Path | None, s
     if source is not None and inputs is not None and {source.name, source.port.name} & {*read_inputs(inputs)}:
         takes_source = False
     if takes_source:
-        given = tuple(each for each in given if each.kind == "features")
+        _refuse_mask_alone(given, inputs)
+        given = tuple(each for each in given if each.kind in ("features", "states"))
     if given or inputs is not None:
         values = given_values(given, file=inputs, seed=seed, config=package.config("config.json"))
     else:
@@ -135,6 +137,21 @@ def plan_decoder(package: Package, topology: Topology, *, inputs: Path | None, s
             prefix.open_end,
         ),
     )
+
+
+def _refuse_mask_alone(given: Sequence[GivenInput], inputs: Path | None) -> None:
+    """The prompt is what a text encoder reads, all of it: a mask in the file would mean nothing."""
+    from harness.decode.encoder_inputs import read_inputs
+
+    names = {} if inputs is None else read_inputs(inputs)
+    tokens = next(each.name for each in given if each.kind == "tokens")
+    for each in given:
+        if each.kind == "mask" and names.keys() & {each.name, each.port.name}:
+            raise InputError(
+                f"--inputs: {inputs} has {each.name} and no {tokens}, so that the encoder reads the prompt, "
+                "of which nothing is masked.",
+                next_action=f"Save {tokens} beside it, or leave it out.",
+            )
 
 
 def _notes(assembly: Assembly, prefix: Prefix, origin: str | None, *, takes_source: bool) -> dict[str, str]:

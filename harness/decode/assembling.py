@@ -31,7 +31,7 @@ from harness.topology.spec import PortRole, Role, Topology
 
 __all__ = ["Assembly", "GivenInput", "assemble"]
 
-GivenKind: TypeAlias = Literal["tokens", "mask", "features"]
+GivenKind: TypeAlias = Literal["tokens", "mask", "features", "states"]
 
 BRANCH_INPUT = "use_cache_branch"
 """Chooses, in a merged graph, the branch that computes without a cache, or the one with it (Optimum)."""
@@ -51,7 +51,8 @@ class GivenInput:
     Attributes:
         port: as the whole has it.
         name: as its own graph has it.
-        kind: token IDs of a source text, the mask of a sequence, or numbers.
+        kind: token IDs of a source text, the mask of a sequence, features that an encoder takes, or states
+            and cross KV that it would give.
         because: what it is, for the report.
     """
 
@@ -285,7 +286,7 @@ class _Assembler:
 
     def _hidden_states(self, port: Port, encoder: Part | None) -> Feed | Output:
         if encoder is None:
-            self._give(port, port.name, "features", f"{port.name} in place of an encoder's")
+            self._give(port, port.name, "states", f"{port.name} in place of an encoder's")
             return Feed(port.name)
         own = encoder.output_named(port.name) or next(
             (name for name in _HIDDEN_STATES if name in encoder.outputs), None
@@ -324,7 +325,7 @@ class _Assembler:
             None,
         )
         if maker is None:
-            self._give(port, port.name, "features", f"{port.name} in place of an encoder's")
+            self._give(port, port.name, "states", f"{port.name} in place of an encoder's")
             return always(Feed(port.name))
         part, name = maker
         shape = port.shape or ()

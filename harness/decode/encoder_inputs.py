@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,12 +64,13 @@ def given_values(
         config: `config.json` of the package, which knows some extents that graphs leave open.
 
     Raises:
-        InputError: the file cannot be read, lacks one or has another, or one has the wrong dtype or shape;
-            or there is no file and an extent of what would be made up is not known.
+        InputError: the file cannot be read, lacks one or has another, or one has the wrong dtype or shape,
+            is empty, does not go with another, or holds what is no number or no token ID; or there is no
+            file and an extent of what would be made up is not known.
     """
     arrays: dict[str, NDArray[Any]] = {}
     loaded = {} if file is None else read_inputs(file)
-    lengths: dict[str, int] = {}
+    lengths = _Lengths(file)
     for each in given:
         found = loaded.pop(each.port.name, None)
         found = loaded.pop(each.name, None) if found is None else found
@@ -90,6 +91,7 @@ def given_values(
         near = difflib.get_close_matches(stray, names, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Inputs are {', '.join(names) or 'none'}."
         raise InputError(f"--inputs: {file} has an array {stray}, which is no input here.", next_action=hint)
+    _refuse_other_lengths(given, arrays, file)
     for each in given:
         if each.port.name not in arrays:
             arrays[each.port.name] = _ones(each, lengths)
@@ -138,46 +140,115 @@ def _listed(given: Sequence[GivenInput], arrays: Mapping[str, NDArray[Any]]) -> 
     return ", ".join(shapes[:_MOST_NAMES]) + more
 
 
-def _fitting(
-    each: GivenInput, array: NDArray[Any], lengths: dict[str, int], file: Path | None
-) -> NDArray[Any]:
-    """The array, which must have the dtype and shape of its input; notes what open axes are."""
+@dataclass(slots=True)
+class _Lengths:
+    """What open axes are, by their symbols, and the array that said so first.
+
+    Attributes:
+        file: where arrays come from; None where they are made up.
+        known: extents by symbol, in the order in which they became known.
+        owners: for each symbol the array that has this extent, for messages.
+    """
+
+    file: Path | None
+    known: dict[str, int] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+
+    def settle(self, symbol: str, extent: int, array: str) -> None:
+        """Note that the axis `symbol` of `array` has this extent.
+
+        Raises:
+            InputError: in an array before it, the same symbol has another one.
+        """
+        self.owners.setdefault(symbol, array)
+        if self.known.setdefault(symbol, extent) != extent:
+            raise InputError(
+                f"--inputs: {self.file} has {array} beside {self.owners[symbol]}, and {symbol}, an axis of "
+                f"both in the graph, is {extent} in one and {self.known[symbol]} in the other.",
+                next_action="Save arrays that belong together.",
+            )
+
+
+def _fitting(each: GivenInput, array: NDArray[Any], lengths: _Lengths, file: Path | None) -> NDArray[Any]:
+    """The array, which must have the dtype and shape of its input, and hold what can be fed."""
     port = each.port
-    due = f"{port.dtype} {_written(port.shape)}"
+    shown = f"{each.name} as {array.dtype} {list(array.shape)}"
     wrong = InputError(
-        f"--inputs: {file} has {each.name} as {array.dtype} {list(array.shape)}, and the graph takes {due}.",
+        f"--inputs: {file} has {shown}, and the graph takes {port.dtype} {_written(port.shape)}.",
         next_action="Save it in the dtype and shape that the graph takes, for a batch of one.",
     )
     if port.dtype is not None and array.dtype != numpy_dtype(port.dtype):
         raise wrong
-    if port.shape is None:
-        return array
-    if len(array.shape) != len(port.shape):
+    due: Sequence[Dimension] = array.ndim * (None,) if port.shape is None else port.shape
+    if array.ndim != len(due):
         raise wrong
-    for axis, (extent, due_extent) in enumerate(zip(array.shape, port.shape, strict=True)):
-        known = due_extent if isinstance(due_extent, int) else _batch(due_extent, axis)
-        if known is None and isinstance(due_extent, str):
-            known = lengths.setdefault(due_extent, extent)
+    symbols = []
+    for axis, (extent, due_extent) in enumerate(zip(array.shape, due, strict=True)):
+        is_batch = port.shape is not None and _batch(due_extent, axis) is not None
+        known = due_extent if isinstance(due_extent, int) else 1 if is_batch else None
         if known is not None and known != extent:
             raise wrong
+        if extent == 0 and known is None:
+            raise InputError(
+                f"--inputs: {file} has {shown}: its axis {axis} is empty, so that there is nothing to read.",
+                next_action="Save at least one token, frame or place along it.",
+            )
+        if isinstance(due_extent, str) and known is None:
+            symbols.append((due_extent, extent))
+    for symbol, extent in symbols:
+        lengths.settle(symbol, extent, shown)
+    _refuse_no_numbers(each, array, file)
     return array
 
 
-def _made_up_shape(each: GivenInput, lengths: dict[str, int], config: Mapping[str, Any]) -> tuple[int, ...]:
+def _refuse_no_numbers(each: GivenInput, array: NDArray[Any], file: Path | None) -> None:
+    """NaN and infinities would come out of every product; a mask that is added hides by minus infinity."""
+    import numpy as np
+
+    if array.dtype.kind in "biuO" or not array.size:
+        return
+    bad = ~np.isfinite(array)
+    if each.kind == "mask":
+        bad &= ~np.isneginf(array)
+    if bad.any():
+        place = np.unravel_index(int(bad.argmax()), array.shape)
+        raise InputError(
+            f"--inputs: {file} has {array[place]} in {each.name}{list(map(int, place))}, the first of "
+            f"{int(bad.sum())} that are no finite numbers.",
+            next_action="Save finite numbers: nothing that is computed of others could be compared.",
+        )
+
+
+def _refuse_other_lengths(
+    given: Sequence[GivenInput], arrays: Mapping[str, NDArray[Any]], file: Path | None
+) -> None:
+    """A mask has a place for each token, whatever the graph calls their axes."""
+    for tokens in (each for each in given if each.kind == "tokens"):
+        for mask in (each for each in given if each.kind == "mask"):
+            one, other = arrays.get(tokens.port.name), arrays.get(mask.port.name)
+            if one is not None and other is not None and one.shape[-1:] != other.shape[-1:]:
+                raise InputError(
+                    f"--inputs: {file} has {mask.name} as {other.dtype} {list(other.shape)} beside "
+                    f"{tokens.name} as {one.dtype} {list(one.shape)}: a mask has a place for each token.",
+                    next_action="Save arrays that belong together.",
+                )
+
+
+def _made_up_shape(each: GivenInput, lengths: _Lengths, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Extents for what is made up: what the graph says, what `config.json` says, or one open length."""
     shape = each.port.shape
     extents: list[int] = []
     lengths_made_up: list[str] = []
     for axis, extent in enumerate(shape or ()):
         symbol = str(extent)
-        known = extent if isinstance(extent, int) else _batch(extent, axis) or lengths.get(symbol)
-        if known is None:
+        known = extent if isinstance(extent, int) else _batch(extent, axis) or lengths.known.get(symbol)
+        if known is None and each.kind == "features":
             known = _configured(symbol, shape or (), config)
         if known is None:
             lengths_made_up.append(symbol)
             known = SEEDED_LENGTH
         if isinstance(extent, str):
-            lengths.setdefault(extent, known)
+            lengths.known.setdefault(extent, known)
         extents.append(known)
     if shape is None or each.port.dtype is None or len(lengths_made_up) > 1:
         what = "its shape" if shape is None else f"axes {', '.join(lengths_made_up)} of {_written(shape)}"
@@ -189,13 +260,22 @@ def _made_up_shape(each: GivenInput, lengths: dict[str, int], config: Mapping[st
 
 
 def _configured(symbol: str, shape: Sequence[Dimension], config: Mapping[str, Any]) -> int | None:
-    """What `config.json` says about an axis of that name; beside an axis of mel bins, about the frames."""
-    value = config.get(_CHANNELS.get(symbol, ""))
-    bins, places = config.get("num_mel_bins"), config.get("max_source_positions")
+    """What `config.json` says about an axis of that name; beside an axis of mel bins, about the frames.
+
+    It is asked of features alone: in cross KV, an axis as long as there are mel bins is a head.
+    """
+    value = _extent_in(config, _CHANNELS.get(symbol, ""))
+    bins, places = _extent_in(config, "num_mel_bins"), _extent_in(config, "max_source_positions")
     is_spectrum = any(_CHANNELS.get(str(extent)) == "num_mel_bins" or extent == bins for extent in shape)
-    if value is None and is_spectrum and isinstance(places, int) and isinstance(bins, int):
+    if value is None and is_spectrum and places is not None and bins is not None:
         value = 2 * places  # the convolutions that such encoders begin with halve the frames
-    return value if isinstance(value, int) else None
+    return value
+
+
+def _extent_in(config: Mapping[str, Any], key: str) -> int | None:
+    """The value of a key that can be an extent."""
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _made_up(each: GivenInput, shape: tuple[int, ...], seed: int) -> NDArray[Any]:
@@ -208,7 +288,7 @@ def _made_up(each: GivenInput, shape: tuple[int, ...], seed: int) -> NDArray[Any
     return random.standard_normal(shape).astype(dtype)
 
 
-def _ones(each: GivenInput, lengths: Mapping[str, int]) -> NDArray[Any]:
+def _ones(each: GivenInput, lengths: _Lengths) -> NDArray[Any]:
     """A mask that hides nothing, as long as what it is the mask of."""
     import numpy as np
 
@@ -216,8 +296,8 @@ def _ones(each: GivenInput, lengths: Mapping[str, int]) -> NDArray[Any]:
         extent
         if isinstance(extent, int)
         else _batch(extent, axis)
-        or lengths.get(str(extent))
-        or next(reversed([*lengths.values()]), SEEDED_LENGTH)
+        or lengths.known.get(str(extent))
+        or next(reversed([*lengths.known.values()]), SEEDED_LENGTH)
         for axis, extent in enumerate(each.port.shape or (None, None))
     )
     return np.ones(shape, dtype=numpy_dtype(each.port.dtype or "int64"))

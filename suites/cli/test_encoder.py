@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import numpy as np
@@ -17,6 +17,9 @@ from fixtures.decoders import TinyDecoder
 from fixtures.seq2seq import TinySeq2Seq
 from fixtures.splitting import cut, save_embedded
 from harness.cli.app import run
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SCHEMA = json.loads(
     (Path(__file__).parents[2] / "reports/schemas/parity-1.schema.json").read_text(encoding="utf-8")
@@ -196,7 +199,50 @@ WRONG_INPUTS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "has an array audio_featurs, which is no input here. Did you mean audio_features?",
     ),
     "objects": (lambda: {"audio_features": np.array([{}], object)}, "cannot be read"),
+    "no frames": (lambda: {"audio_features": np.zeros((1, 0, 8), np.float32)}, "its axis 1 is empty"),
+    "a frame that is no number": (
+        lambda: {
+            "audio_features": np.where(np.arange(8) == 5, np.nan, np.ones((1, 3, 8))).astype(np.float32)
+        },
+        "has nan in audio_features[0, 0, 5], the first of 3",
+    ),
+    "a frame without bounds": (
+        lambda: {"audio_features": np.full((1, 1, 8), -np.inf, np.float32)},
+        "has -inf in audio_features[0, 0, 0], the first of 8",
+    ),
 }
+
+IDS = np.array([[5, 2, 9]])
+WRONG_TEXTS: dict[str, tuple[dict[str, NDArray[Any]], str]] = {
+    "no tokens": (
+        {"input_ids": IDS[:, :0], "attention_mask": IDS[:, :0]},
+        "has input_ids as int64 [1, 0]: its axis 1 is empty",
+    ),
+    "a mask that is too short": (
+        {"input_ids": IDS, "attention_mask": np.ones((1, 2), np.int64)},
+        "has attention_mask as int64 [1, 2] beside input_ids as int64 [1, 3]",
+    ),
+    "a mask alone": (
+        {"attention_mask": np.ones((1, 2), np.int64)},
+        "has attention_mask and no input_ids, so that the encoder reads the prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TEXTS)
+def test_texts_that_do_not_fit_are_one_clear_line(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same for token IDs and masks."""
+    arrays, says = WRONG_TEXTS[case]
+    package = WRITTEN.save(tmp_path / "p", "merged", config=CONFIG)
+    np.savez("f.npz", **arrays)
+
+    status, document, err = check(package, capsys, "--inputs", "f.npz", "--prompt-ids", "3,1")
+
+    assert (status, document["exit_code"], err.count("\n")) == (2, 2, 1)
+    assert says in document["error"]["message"]
+    assert not Path("reports").exists()
 
 
 @pytest.mark.parametrize("case", WRONG_INPUTS)

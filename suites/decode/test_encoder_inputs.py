@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,9 @@ def given(name: str, *shape: Dimension, dtype: str = "float32", kind: GivenKind 
         # What it gives has no mel bins, so that its length is no number of frames.
         (("batch_size", "encoder_sequence_length", 64), WHISPER, (1, SEEDED_LENGTH, 64)),
         (("batch", "num_channels", 32, 32), {"num_channels": 3}, (1, 3, 32, 32)),
+        # Values that can be no extent say nothing.
+        (("batch", 80, "frames"), {"num_mel_bins": 80, "max_source_positions": True}, (1, 80, SEEDED_LENGTH)),
+        (("batch", 80, "frames"), {"num_mel_bins": 80, "max_source_positions": 0}, (1, 80, SEEDED_LENGTH)),
     ],
 )
 def test_shapes_that_are_made_up(
@@ -46,6 +50,17 @@ def test_shapes_that_are_made_up(
 
     assert values.feeds["e.x"].shape == made_up
     assert values.origin == f"made up from seed 0: x {list(made_up)}"
+
+
+@drawn(st.permutations(["places", 80, 6]), st.integers(0, 2))
+def test_what_an_encoder_would_give_is_no_spectrum(axes: list[Dimension], left_out: int) -> None:
+    """Cross KV or hidden states with an axis as long as there are mel bins: their length is open as ever."""
+    shape = ("batch", *(axis for index, axis in enumerate(axes) if index != left_out or axis == "places"))
+    due = tuple({"batch": 1, "places": SEEDED_LENGTH}.get(str(axis), axis) for axis in shape)
+
+    values = given_values([given("x", *shape, kind="states")], file=None, seed=0, config=WHISPER)
+
+    assert values.feeds["e.x"].shape == due
 
 
 @pytest.mark.parametrize("shape", [("batch", "channels", "height", "width"), ("batch", "feature_size", "n")])
@@ -94,13 +109,80 @@ def test_masks_hide_nothing_and_are_as_long_as_what_they_are_of(tmp_path: Path) 
 
 
 def test_arrays_of_one_length_must_agree(tmp_path: Path) -> None:
-    """Axes that the graph spells alike have one extent; the second array that says otherwise is named."""
+    """Axes that the graph spells alike have one extent; both arrays are named, with their shapes."""
     np.savez(tmp_path / "f.npz", x=np.zeros((1, 7, 4), np.float32), y=np.zeros((1, 6, 4), np.float32))
 
-    with pytest.raises(InputError, match=r"has y as float32 \[1, 6, 4\]"):
+    with pytest.raises(
+        InputError, match=r"has y as float32 \[1, 6, 4\] beside x as float32 \[1, 7, 4\], and n, .* 6 .* 7"
+    ):
         given_values(
             [given("x", "batch", "n", 4), given("y", "batch", "n", 4)], file=tmp_path / "f.npz", seed=0
         )
+
+
+@drawn(st.integers(1, 9), st.integers(1, 9), st.sampled_from(["n", "m", None]), st.booleans(), st.booleans())
+def test_a_mask_has_a_place_for_each_token(
+    tokens: int, places: int, symbol: Dimension, mask_first: bool, as_flags: bool
+) -> None:
+    """Whatever the graph calls its axis, in whatever order inputs stand; both shapes are in the message."""
+    dtype = "bool" if as_flags else "int64"
+    inputs = [
+        given("ids", "batch", "n", dtype="int64", kind="tokens"),
+        given("mask", "batch", symbol, dtype=dtype, kind="mask"),
+    ]
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "f.npz"
+        np.savez(file, ids=np.zeros((1, tokens), np.int64), mask=np.ones((1, places), dtype))
+        if tokens == places:
+            given_values(inputs[::-1] if mask_first else inputs, file=file, seed=0)
+            return
+        with pytest.raises(InputError, match="beside") as caught:
+            given_values(inputs[::-1] if mask_first else inputs, file=file, seed=0)
+
+    assert f"mask as {dtype} [1, {places}]" in caught.value.message
+    assert f"ids as int64 [1, {tokens}]" in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["tokens", "mask", "features", "states"])
+@pytest.mark.parametrize("axis", [1, 2])
+def test_nothing_to_read_is_bad_input(axis: int, kind: GivenKind, tmp_path: Path) -> None:
+    """No tokens, frames or places: an open axis of extent zero is named. One that the graph has is due."""
+    shape = [1, 3, 3]
+    shape[axis] = 0
+    np.savez(tmp_path / "f.npz", x=np.zeros(shape, np.int64))
+
+    with pytest.raises(InputError, match=rf"x as int64 .*: its axis {axis} is empty"):
+        given_values(
+            [given("x", "batch", "n", None, dtype="int64", kind=kind)], file=tmp_path / "f.npz", seed=0
+        )
+    due = given_values([given("x", *shape, dtype="int64", kind=kind)], file=tmp_path / "f.npz", seed=0)
+    assert due.feeds["e.x"].shape == tuple(shape)
+
+
+@drawn(
+    st.sampled_from(["float16", "float32", "float64"]),
+    st.sampled_from([np.nan, np.inf, -np.inf]),
+    st.lists(st.integers(0, 23), min_size=1, unique=True),
+    st.sampled_from(["features", "states", "mask"]),
+)
+def test_what_is_no_number_is_named_with_its_place(
+    dtype: str, bad: float, places: list[int], kind: GivenKind
+) -> None:
+    """The first one; a mask that is added to scores hides by minus infinity, and by nothing else."""
+    array = np.zeros((1, 6, 4), dtype)
+    array.reshape(-1)[places] = bad
+    inputs = [given("x", "batch", "n", 4, dtype=dtype, kind=kind)]
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "f.npz"
+        np.savez(file, x=array)
+        if kind == "mask" and bad == -np.inf:
+            assert np.array_equal(given_values(inputs, file=file, seed=0).feeds["e.x"], array)
+            return
+        with pytest.raises(InputError) as caught:
+            given_values(inputs, file=file, seed=0)
+
+    row, column = divmod(min(places), 4)
+    assert f"has {bad} in x[0, {row}, {column}], the first of {len(places)}" in caught.value.message
 
 
 def test_arrays_may_have_the_names_of_the_whole(tmp_path: Path) -> None:
