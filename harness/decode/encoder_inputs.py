@@ -117,15 +117,20 @@ def read_inputs(file: Path) -> dict[str, NDArray[Any]]:
     """The arrays of an `.npz` file, by name.
 
     Raises:
-        InputError: it cannot be read; or it holds objects, which would be code to run.
+        InputError: it cannot be read, or holds what is no array; objects would be code to run.
     """
     import numpy as np
 
     try:
-        with np.load(file, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("it holds a single array without a name")
-            return {name: archive[name] for name in archive.files}
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it is an .npy file, of one array without a name")
+        with archive:
+            arrays = {name: archive[name] for name in archive.files}
+        for name, array in arrays.items():
+            if not isinstance(array, np.ndarray):
+                raise ValueError(f"what it has under {name!r:.60} is no array")
+        return arrays
     except Exception as error:  # zipfile and numpy raise a dozen kinds on damaged files
         detail = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise InputError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -190,6 +193,57 @@ def test_arrays_may_have_the_names_of_the_whole(tmp_path: Path) -> None:
     np.savez(tmp_path / "f.npz", **{"e.x": np.ones((1, 2), np.float32)})
 
     assert given_values([given("x", 1, 2)], file=tmp_path / "f.npz", seed=0).feeds["e.x"].tolist() == [[1, 1]]
+
+
+def as_npy(file: Path) -> None:
+    """One array, as `numpy.save` writes it."""
+    with file.open("wb") as stream:
+        np.save(stream, np.zeros((1, 7, 4), np.float32))
+
+
+def as_objects(file: Path) -> None:
+    """An array of objects."""
+    with file.open("wb") as stream:
+        np.savez(stream, x=np.array([{}, None]))
+
+
+def as_bytes(file: Path) -> None:
+    """An archive with a file that is no array under the very name."""
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("x", b"0" * 112)
+
+
+def cut_short(file: Path) -> None:
+    """Half of an archive."""
+    np.savez(file, x=np.zeros((1, 7, 4), np.float32))
+    file.write_bytes(file.read_bytes()[:200])
+
+
+NO_ARCHIVE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "one array": (as_npy, "it is an .npy file, of one array without a name"),
+    "objects": (as_objects, "pickle"),
+    "a pickle": (lambda file: file.write_bytes(pickle.dumps([1])), "pickle"),
+    "a file of an archive": (as_bytes, "what it has under 'x' is no array"),
+    "half of an archive": (cut_short, ""),
+    "a text": (lambda file: file.write_text("x"), ""),
+    "nothing": (lambda file: file.write_bytes(b""), "No data left in file"),
+    "a folder": (lambda file: file.mkdir(), "Is a directory"),
+    "no file": (lambda file: None, "No such file"),
+}
+
+
+@pytest.mark.parametrize("what", NO_ARCHIVE)
+def test_a_file_that_is_no_archive_of_arrays_is_refused(tmp_path: Path, what: str) -> None:
+    """Whatever it is in truth: what is wrong with it in one line, and how to write one."""
+    write, says = NO_ARCHIVE[what]
+    write(tmp_path / "f.npz")
+
+    with pytest.raises(
+        InputError, match=r"^--inputs: \S+f\.npz cannot be read: [^\n]+\. Write it with"
+    ) as caught:
+        given_values([given("x", 1, 7, 4)], file=tmp_path / "f.npz", seed=0)
+    assert says in caught.value.message
+    assert "context manager" not in caught.value.message
 
 
 def test_a_source_text_fills_tokens_and_mask() -> None:
