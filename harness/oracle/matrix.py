@@ -11,6 +11,7 @@ turning.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ __all__ = [
     "Projection",
     "ResidentMatrix",
     "multiply_in_chunks",
+    "multiply_tile",
     "narrow_tile_rows",
     "product",
     "tile_scratch",
@@ -46,10 +48,24 @@ _MANY = 96
 """Tokens from which turning the product costs more than BLAS gains by it."""
 
 _LANES = 8
-"""Columns that BLAS multiplies at a time: for 21 tokens it takes a fifth longer than for 24."""
+"""Columns that BLAS multiplies at a time: most of its kernels take longer for 21 tokens than for 24."""
 
 _FEWEST_PADDED = 5
 """Tokens from which it does: below, each column is a product with a vector."""
+
+_SMALL = 100**3
+"""Multiplications up to which OpenBLAS reads both factors where they lie. For more it first rearranges them,
+which takes a third of the time where there are few tokens. Source: its `gemm_small_kernel_permit`, SkylakeX.
+"""
+
+_FEW_FOR_SMALL = 48
+"""Tokens up to which products of that size are faster than one large one."""
+
+_SMALL_DEPTH = 640
+"""Most terms of a sum in such a product: so it has rows enough for its registers."""
+
+_SMALL_ROWS = 16
+"""Its rows are a multiple of this: what registers hold of a column."""
 
 _MOST_COLUMNS = 2048
 """Most rows of a tile where those are columns of the file: two pages of each of its rows."""
@@ -151,14 +167,18 @@ class _FloatProduct:
         self.y = np.empty((count, rows), dtype=weight.dtype)
         self._size = _in_tiles(rows, max(1, -(-rows * depth * count // tile)), 32)
         if in_columns:
-            self._size = max(self._size, min(_MOST_COLUMNS, _in_tiles(rows, 2, 32)))
+            wide = -(-rows // _MOST_COLUMNS)
+            self._size = max(self._size, _in_tiles(rows, wide + wide % 2, 32))
         self.jobs = -(-rows // self._size)
 
     def do(self, job: int) -> None:
         """Multiply a tile."""
         tile = slice(job * self._size, (job + 1) * self._size)
         if self._turned:
-            self.y[:, tile] = np.matmul(self._weight[tile], self._columns).T
+            rows = self._weight[tile]
+            out = np.empty((len(rows), self._columns.shape[1]), rows.dtype)
+            multiply_tile(rows, self._columns, out)
+            self.y[:, tile] = out.T
         else:
             np.matmul(self._tokens, self._weight[tile].T, out=self.y[:, tile])
 
@@ -259,10 +279,38 @@ def multiply_in_chunks(
         tile = wide[:count, : last - first]
         make(first, last, tile)
         if first == 0:
-            np.matmul(tile, columns[first:last], out=out)
+            multiply_tile(tile, columns[first:last], out)
         else:
-            np.matmul(tile, columns[first:last], out=part[:count])
+            multiply_tile(tile, columns[first:last], part[:count])
             out += part[:count]
+
+
+def multiply_tile(tile: Tensor, columns: Tensor, out: Tensor) -> None:
+    """Write `tile @ columns` for a tile [n, K] and columns [K, M] to `out` [n, M], contiguous.
+
+    For few tokens in many small products, which are one call: they hold no lock of the interpreter.
+    """
+    (rows, depth), count = tile.shape, columns.shape[1]
+    parts = _small_parts(depth)
+    group = min(rows, _SMALL // (depth // parts * count) // _SMALL_ROWS * _SMALL_ROWS)
+    whole = rows // group * group if 1 < count <= _FEW_FOR_SMALL and group else 0
+    if whole:
+        shape = (whole // group, group, count)
+        if parts == 1:
+            np.matmul(tile[:whole].reshape(*shape[:2], depth), columns, out=out[:whole].reshape(shape))
+        else:
+            pieces = tile[:whole].reshape(*shape[:2], parts, -1).swapaxes(1, 2)
+            sums = np.matmul(pieces, columns.reshape(parts, -1, count))
+            np.add.reduce(sums, axis=1, out=out[:whole].reshape(shape))
+    if whole < rows:
+        np.matmul(tile[whole:], columns, out=out[whole:])
+
+
+@functools.cache
+def _small_parts(depth: int) -> int:
+    """Into how many parts of one length a sum of `depth` terms is cut for small products."""
+    fewest = -(-depth // _SMALL_DEPTH)
+    return next((parts for parts in range(fewest, 2 * fewest + 1) if depth % parts == 0), 1)
 
 
 def _in_tiles(rows: int, count: int, unit: int = 64) -> int:

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 from harness.oracle import OracleModel, matrix, workers
-from harness.oracle.matrix import DenseMatrix, Projection, ResidentMatrix, product, widen_into
+from harness.oracle.matrix import (
+    DenseMatrix,
+    Projection,
+    ResidentMatrix,
+    multiply_tile,
+    product,
+    widen_into,
+)
 from harness.oracle.planner import Budget
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -99,6 +106,50 @@ def test_no_bit_depends_on_the_number_of_workers(dtype: str, tokens: int) -> Non
     assert tokens * weight.size >= matrix._SHARED_FROM
     for other in results[1:]:
         np.testing.assert_array_equal(results[0], other)
+
+
+@given(
+    rows=st.integers(1, 300),
+    depth=st.sampled_from([1, 31, 64, 641, 1280, 1283, 1920]),
+    tokens=st.integers(1, 60),
+    order=st.sampled_from("CF"),
+    dtype=st.sampled_from([np.float32, np.float64]),
+)
+def test_tiles_of_any_size_are_multiplied_whole(
+    rows: int, depth: int, tokens: int, order: Any, dtype: Any
+) -> None:
+    """Whether or not a tile falls into small products, and rows are left over: whole numbers are exact."""
+    rng = np.random.default_rng(rows * depth + tokens)
+    tile = np.asarray(rng.integers(-8, 8, (rows, depth)), dtype, order=order)
+    columns = rng.integers(-8, 8, (depth, tokens)).astype(dtype)
+    out = np.full((rows, tokens), np.nan, dtype)
+    multiply_tile(tile, columns, out)
+    np.testing.assert_array_equal(out, tile.astype(np.int64) @ columns.astype(np.int64))
+
+
+@pytest.mark.parametrize("shape", [(64, 5120), (96, 576), (300, 1920)])
+@pytest.mark.parametrize("tokens", [8, 24, 48])
+def test_few_tokens_are_multiplied_in_small_products(
+    shape: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No product but that of the rows left over is larger than what OpenBLAS multiplies where it lies."""
+    multiplied: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    matmul = np.matmul
+
+    def noted(a: np.ndarray, b: np.ndarray, **options: Any) -> np.ndarray:
+        multiplied.append((a.shape, b.shape))
+        result: np.ndarray = matmul(a, b, **options)
+        return result
+
+    monkeypatch.setattr(matrix.np, "matmul", noted)
+    out = np.empty((shape[0], tokens), np.float32)
+    multiply_tile(np.ones(shape, np.float32), np.ones((shape[1], tokens), np.float32), out)
+    assert (out == shape[1]).all()
+    (first, columns), *rest = multiplied
+    assert first[-2] * first[-1] * columns[-1] <= 100**3
+    assert len(rest) <= 1
+    left = shape[0] - first[0] * first[-2]
+    assert left < first[-2]
 
 
 @given(bits=st.lists(st.integers(0, 65535), min_size=300, max_size=300), finite=st.booleans())

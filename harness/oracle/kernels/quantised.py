@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.kernels.registry import CONTRIB, kernel
-from harness.oracle.matrix import Projection, ResidentMatrix
+from harness.oracle.matrix import Projection, ResidentMatrix, multiply_tile
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 from harness.oracle.precision import Precision
 from harness.oracle.workers import own_memory
@@ -147,7 +147,7 @@ class BlockwiseMatrix:
     def multiply(self, start: int, stop: int, columns: Tensor, out: Tensor, scratch: _Scratch) -> None:
         """Unpack and multiply."""
         tile = self._unpack(start, stop, scratch)
-        np.matmul(tile.reshape(stop - start, -1), columns, out=out)
+        multiply_tile(tile.reshape(stop - start, -1), columns, out)
 
     def fill(self, start: int, stop: int, out: Tensor) -> None:
         """Unpacked, in the order of K."""
