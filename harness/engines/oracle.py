@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +40,9 @@ _ROUNDINGS = ("none", "model")
 _CHUNK = 1 << 21
 """Logits that are computed and reduced together, where those of a whole pass would not fit in memory."""
 
+_MAY_BE_EQUAL = 1 << 9
+"""Units in the last place within which two logits may be equal: more than the order of a sum makes of it."""
+
 
 class OracleHandle:
     """A numpy array, or one that is not computed yet.
@@ -73,6 +76,31 @@ class OracleHandle:
     def dtype(self) -> str:
         """Element type in the vocabulary of `harness.ports.Port.dtype`."""
         return dtype_of_array(self._value.dtype)
+
+
+def _settled(deferred: DeferredOutput, row: int, top: TopLogits, k: int) -> TopLogits:
+    """The `k` largest of `top`, those that may be equal computed again, one entry at a time.
+
+    BLAS sums the entries of one product in orders of its own: at the edge of a tile, or for one token only,
+    two columns of the weight that are equal to the bit give logits that differ in the last ones. An entry
+    alone is always summed alike, and what is equal then has the lowest ID.
+    """
+    import numpy as np
+
+    first = top.values[0]
+    within = _MAY_BE_EQUAL * float(np.finfo(deferred.dtype).eps) * abs(first)
+    near = [token for token, value in zip(top.token_ids, top.values, strict=True) if first - value <= within]
+    if top.values[len(near) - 1] < first:
+        if len(near) == len(top.token_ids) < deferred.shape[-1]:
+            whole = deferred.columns(0, deferred.shape[-1], [row])[0]
+            near = np.flatnonzero(whole >= first - within).tolist()
+        alone = {token: float(deferred.columns(token, token + 1, [row])[0, 0]) for token in near}
+        pairs = [*alone.items(), *zip(top.token_ids[len(near) :], top.values[len(near) :], strict=True)]
+        pairs.sort(key=lambda pair: (-pair[1], pair[0]))
+        top = replace(
+            top, token_ids=tuple(token for token, _ in pairs), values=tuple(value for _, value in pairs)
+        )
+    return replace(top, token_ids=top.token_ids[:k], values=top.values[:k])
 
 
 class OracleSession:
@@ -156,13 +184,15 @@ class OracleSession:
             return []
         if deferred is None:
             return top_logits_of(handle.array.reshape(1, -1, vocab), k, rows)
-        step = max(_CHUNK // len(rows), k, 1)
+        # At least two, so that a tie is seen.
+        count = max(k, 2)
+        step = max(_CHUNK // len(rows), count)
         tops: list[TopLogits] = []
         for start in range(0, vocab, step):
             part = deferred.columns(start, min(start + step, vocab), rows)
-            found = top_logits_of(part[None], k)
-            tops = [merged(a, b, start, k) for a, b in zip(tops, found, strict=True)] if start else found
-        return tops
+            found = top_logits_of(part[None], count)
+            tops = [merged(a, b, start, count) for a, b in zip(tops, found, strict=True)] if start else found
+        return [_settled(deferred, row, top, k) for row, top in zip(rows, tops, strict=True)]
 
     def stacked(self, parts: Sequence[TensorHandle], axis: int) -> OracleHandle:
         """See `harness.engines.base.BatchingSession`; equal parts share their memory."""

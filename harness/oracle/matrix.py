@@ -217,7 +217,9 @@ class DenseMatrix:
         self.rows: int = array.shape[0]
         self.depth: int = array.shape[1]
         self.dtype = dtype
-        self.ready = array.dtype == dtype
+        # BLAS takes no floats that start between words, as in the middle of an ONNX file: numpy would copy
+        # the whole weight at each use.
+        self.ready = array.dtype == dtype and array.flags.aligned
 
     def tile_rows(self, tokens: int) -> int:
         """Of those that must be widened."""

@@ -91,6 +91,36 @@ def test_a_narrow_weight_beyond_the_limit_is_never_whole(dtype: str, turned: boo
     assert peak < 2 * 3 * tile + (1 << 18) < rows * depth * 4 / 2
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["[N, K]", "[K, N]"])
+@pytest.mark.parametrize("tokens", [1, 4, 21, 100])
+def test_a_weight_between_words_is_never_whole_either(tokens: int, turned: bool, tmp_path: Path) -> None:
+    """Whatever byte of its file it starts at, its products are the same, and it is not copied for them."""
+    rows, depth = 4096, 1500
+    weight = np.random.default_rng(3).integers(-8, 8, (rows, depth)).astype(np.float32)
+    x = np.random.default_rng(4).integers(-8, 8, (tokens, depth)).astype(np.float32)
+    expected = x.astype(np.int64) @ weight.astype(np.int64).T
+    path = saved(tmp_path / "m.onnx", weight, tokens=tokens, turned=turned)
+    model = onnx.load(path)
+    (tensor,) = model.graph.initializer
+    data = numpy_helper.to_array(tensor).tobytes()
+    for start in range(4):
+        (tmp_path / "w").write_bytes(b"\0" * start + data)
+        tensor.ClearField("raw_data")
+        tensor.ClearField("external_data")
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in {"location": "w", "offset": str(start)}.items():
+            tensor.external_data.add(key=key, value=value)
+        onnx.save(model, tmp_path / "moved.onnx")
+        loaded = OracleModel.load(tmp_path / "moved.onnx", resident_limit=0, threads=2)
+        loaded.run({"x": x}, ["y"])
+        tracemalloc.start()
+        y = loaded.run({"x": x}, ["y"])["y"]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        np.testing.assert_array_equal(y, expected)
+        assert peak < rows * depth * 4 / 2, start
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_bit_depends_on_the_number_of_workers(dtype: str, tokens: int) -> None:

@@ -162,6 +162,47 @@ def test_ties_across_pieces_go_to_the_lowest_id(tmp_path: Path, monkeypatch: pyt
     assert session.top_logits(logits, k=3) == [TopLogits((0, 1, 2), (0.0, 0.0, 0.0))] * 2
 
 
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("layout", ["columns", "rows"])
+@pytest.mark.parametrize(("vocab", "hidden"), [(11, 8), (67, 24), (512, 64), (4099, 64)])
+def test_equal_columns_tie_wherever_they_stand(
+    vocab: int, hidden: int, layout: str, precision: Any, tmp_path: Path
+) -> None:
+    """The second half of a head is the first, the other way round: the first of two equal ones comes first.
+
+    BLAS sums some of a product's entries in another order than others, above all beside one token only.
+    """
+    rng = np.random.default_rng(vocab)
+    head = rng.standard_normal((hidden, vocab)).astype(np.float32)
+    half = vocab // 2
+    head[:, vocab - half :] = head[:, :half][:, ::-1]
+    weight = head if layout == "columns" else np.ascontiguousarray(head.T)
+    last = (
+        node("MatMul", ["x", "w"], ["logits"])
+        if layout == "columns"
+        else node("Gemm", ["x", "w"], ["logits"], transB=1)
+    )
+    graph = helper.make_graph(
+        [last],
+        "ties",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, hidden])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [None, vocab])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    opsets = [helper.make_opsetid("", 21)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "m.onnx")
+    session = ENGINE.open(tmp_path / "m.onnx", {"precision": precision})
+    tied = 0
+    for _ in range(40):
+        x = rng.standard_normal((1, hidden)).astype(np.float32)
+        (top,) = session.top_logits(session.run({"x": session.place(x)}, ["logits"])["logits"], k=3)
+        twin = vocab - 1 - top.argmax
+        if top.argmax != twin and (top.argmax < half or top.argmax >= vocab - half):
+            tied += 1
+            assert (top.token_ids[:2], top.margin) == ((min(top.argmax, twin), max(top.argmax, twin)), 0)
+    assert tied > 20
+
+
 def test_nan_ranks_last_and_is_told(tmp_path: Path, x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN anywhere in the row marks it, whichever piece it is in."""
     monkeypatch.setattr(oracle, "_CHUNK", 700)
