@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,19 +12,32 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.cli.options import Verb, with_options
+from harness.cli.output import report_warning
 from harness.cli.preparing import usable_engine
 from harness.cli.process import deferred_interrupts
-from harness.errors import InputError
+from harness.errors import InputError, shown
+from harness.package.reading import is_there, read_json
 
 if TYPE_CHECKING:
     from harness.cli.preparing import Model
     from harness.engines.registry import EngineSpec
+    from harness.package import Package
     from harness.parity.source import SourcePlan
 
 __all__ = ["SourceChoice", "plan_source", "source_options"]
 
 _DEFAULT_ENGINE = "hf"
 _TOKENIZER = "tokenizer.json"
+_CONFIG = "config.json"
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""What no exporter changes. The number of tokens is compared with the logits themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +78,8 @@ def plan_source(choice: SourceChoice, model: Model) -> SourcePlan:
 
     Raises:
         EngineUnavailableError: what runs it is not installed.
-        InputError: there is no such folder, its tokenizer has other tokens than that of the package, or the
-            package's decoder goes by an encoder.
+        InputError: there is no such folder, its tokenizer has other tokens than that of the package, its
+            config other sizes, or the package's decoder goes by an encoder.
     """
     from harness.decode.prompts import vocabulary_size
     from harness.engines.isolated.engine import can_isolate, isolated
@@ -86,6 +100,7 @@ def plan_source(choice: SourceChoice, model: Model) -> SourcePlan:
         )
     if model.package.tokenizer is not None and (folder / _TOKENIZER).is_file():
         _check_same_tokens(model.package.folder, folder)
+    _check_same_model(model.package, folder)
     if can_isolate():
         # How long a source may take is nobody's finding, but it shall not take the memory of the others.
         spec = isolated(spec, Limits(call_seconds=None, memory_bytes=most_memory()))
@@ -106,6 +121,42 @@ def _choice(folder: Path | None, engine: str | None) -> SourceChoice | None:
         from harness.engines.registry import parse_engine
 
     return SourceChoice(folder=folder, spec=parse_engine(engine or _DEFAULT_ENGINE))
+
+
+def _check_same_model(package: Package, source: Path) -> None:
+    """Refuse a source of other sizes than those in the package's own config, and warn where the types differ.
+
+    Some exporters write another type for what is the same model, such as that of the text part alone.
+    """
+    configs = package.config(_CONFIG), _config_of(source)
+    ours, theirs = map(_of_text, configs)
+    for size in _SIZES:
+        if None not in (ours.get(size), theirs.get(size)) and ours[size] != theirs[size]:
+            raise InputError(
+                f"--source {source}: its {_CONFIG} has {size} {shown(theirs[size])}, and that of the package "
+                f"{shown(ours[size])}: it is not what the package was exported from.",
+                next_action="Name the folder of the model that was exported.",
+            )
+    our_type, their_type = (config.get("model_type") for config in configs)
+    if isinstance(our_type, str) and isinstance(their_type, str) and our_type != their_type:
+        report_warning(
+            f"--source {source} is of the type {their_type}, and the package of the type {our_type}, as each "
+            f"{_CONFIG} has it: see that it is the model that was exported."
+        )
+
+
+def _config_of(source: Path) -> Mapping[str, Any]:
+    """The config of a source; an empty one where it cannot be read, which is said when it is opened."""
+    with contextlib.suppress(InputError):
+        if is_there(source / _CONFIG):
+            return read_json(source / _CONFIG)
+    return {}
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of the part that decodes text."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config
 
 
 def _check_same_tokens(package: Path, source: Path) -> None:

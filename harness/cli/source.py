@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError
+from harness.json_keys import unique_keys
 from harness.models import BUILTIN_NAMES, builtin_package
 from harness.models.builtin import BuiltinPackage
 from harness.package import Package, open_package
-from harness.package.reading import unique_keys
 from harness.ports import PortInventory, inventory_from_json
 
 __all__ = ["Source", "find_package", "read_source"]

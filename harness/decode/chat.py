@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError
-from harness.package.reading import is_there, unique_keys
+from harness.json_keys import unique_keys
+from harness.package.reading import is_there
 
 __all__ = ["render_chats"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from harness.errors import InputError, shown
-from harness.package.reading import unique_keys
+from harness.json_keys import unique_keys
 
 __all__ = ["Conversation", "PromptRequest", "read_prompts"]
 

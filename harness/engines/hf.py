@@ -41,6 +41,9 @@ TOKENS, LOGITS = "input_ids", "logits"
 _NEEDED = ("transformers", "torch")
 _INSTALL = "Run `pip install 'onnx-parity[hf]'`."
 _MOST_NAMES = 3
+_ITS_OWN = "Use the config.json that belongs to the weights."
+_MASKS = frozenset({"masked_bias"})
+"""Constants of attention that older files have among the weights."""
 
 
 class HfHandle:
@@ -166,8 +169,9 @@ class HfEngine:
             EngineUnavailableError: transformers or torch is missing, or does not load.
             EngineFailedError: transformers could not load a model that has all its files.
             InputError: an option has a value that it cannot take; the folder is none of a model (see
-                `check_model_folder`); a weight is missing or has another shape: transformers would go on with
-                random numbers.
+                `check_model_folder`); a weight is missing or has another shape, where transformers would go
+                on with random numbers; or the model leaves out weights of what it has, so that they are those
+                of another one.
         """
         values = complete(self.name, self.options, options)
         if model.is_file():
@@ -207,7 +211,7 @@ class HfEngine:
 
 
 def _load(transformers: Any, folder: Path, dtype: Any) -> tuple[Any, int]:
-    """The model with exactly the weights of its files, and how many of those it does not take."""
+    """The model with exactly the weights of its files, and how many of those are of what it does not have."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -238,12 +242,34 @@ def _load(transformers: Any, folder: Path, dtype: Any) -> tuple[Any, int]:
     if other:
         raise InputError(
             f"{folder}: the weights {_some(other)} have another shape than config.json says.",
-            next_action="Use the config.json that belongs to the weights.",
+            next_action=_ITS_OWN,
+        )
+    unused, modules = sorted(found["unexpected_keys"]), dict(model.named_modules())
+    left = [name for name in unused if _is_of(name, modules)]
+    if left:
+        raise InputError(
+            f"{folder}: a model of the type {model.config.model_type}, as config.json has it, takes nothing "
+            f"of the weights {_some(left)}: they are those of another model.",
+            next_action=_ITS_OWN,
         )
     if hasattr(model, "set_experts_implementation"):
         # As plain as the attention: fused products of experts take no float64.
         model.set_experts_implementation("eager")
-    return model.eval(), len(found["unexpected_keys"])
+    return model.eval(), len(unused)
+
+
+def _is_of(weight: str, modules: Mapping[str, Any]) -> bool:
+    """Whether a weight belongs to what a model has: to one of its layers, or to more of them than it has.
+
+    What lies elsewhere is of a part that was left out, such as what sees images.
+    """
+    parts = weight.split(".")
+    if parts[-1] in _MASKS:
+        return False
+    module = modules.get(".".join(parts[:-1]))
+    if module is not None and not any(module.children()):
+        return True
+    return any(part.isdigit() and ".".join(parts[:i]) in modules for i, part in enumerate(parts) if i)
 
 
 def _vocabulary(model: Any) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError
+from harness.json_keys import unique_keys
 
 __all__ = ["check_model_folder"]
 
@@ -78,7 +79,7 @@ def _mapping(path: Path, *, why: str) -> Mapping[str, Any]:
             next_action="Name a folder that `save_pretrained` wrote, or copy the file.",
         )
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise InputError(
             f"{path}: not readable as JSON: {error}.", next_action="Copy or download the file again."

@@ -11,30 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import InputError
+from harness.json_keys import doubled, unique_keys
 
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["METADATA_NAMES", "is_there", "read_json", "read_yaml", "unique_keys"]
+__all__ = ["METADATA_NAMES", "is_there", "read_json", "read_yaml"]
 
 METADATA_NAMES = ("inference_metadata.yaml", "inference_metadata.yml")
 """What the sidecar of inference metadata may be called, best first."""
 
 _MOST_NODES = 1_000_000
-
-
-def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The mapping of these keys and values, for `json.loads(..., object_pairs_hook=unique_keys)`.
-
-    Raises:
-        ValueError: a key stands there twice. Parsers keep the last value, and nobody would notice.
-    """
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(_doubled(key))
-        found[key] = value
-    return found
 
 
 def is_there(path: Path) -> bool:
@@ -129,12 +116,8 @@ def _check_keys(keys: Iterable[yaml.Node]) -> None:
             continue  # a list or a mapping, which is no key of a Python mapping either
         known = (key.tag, key.value)
         if known in seen:
-            raise ValueError(f"{_doubled(key.value)}, again on line {key.start_mark.line + 1}")
+            raise ValueError(f"{doubled(key.value)}, again on line {key.start_mark.line + 1}")
         seen.add(known)
-
-
-def _doubled(key: str) -> str:
-    return f"the key {key!r:.60} stands twice in one mapping"
 
 
 def _kind(value: object) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.decode.trace import TraceFailure
 from harness.errors import EngineFailedError, InputError
-from harness.package.reading import unique_keys
+from harness.json_keys import unique_keys
 from harness.parity.candidate import CandidateSide, Prompt
 from harness.parity.recorded import canonical_sha256, tensor_sha256
 from harness.parity.verdict import Verdict

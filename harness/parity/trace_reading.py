@@ -16,7 +16,7 @@ from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import SessionInfo, TopLogits
 from harness.engines.tensor_types import is_native, numpy_dtype
 from harness.errors import EngineFailedError, FailureDetails
-from harness.package.reading import unique_keys
+from harness.json_keys import unique_keys
 from harness.parity.candidate import Prompt
 from harness.parity.recorded import (
     RecordedDecode,

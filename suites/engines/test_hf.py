@@ -30,6 +30,12 @@ def write_folder(folder: Path, *, config: object = None, files: dict[str, str] |
     return folder
 
 
+def doubled(folder: Path) -> Path:
+    """The folder, whose config has a key twice."""
+    (folder / "config.json").write_text('{"model_type": "llama", "model_type": "qwen2"}', encoding="utf-8")
+    return folder
+
+
 def index(*shards: str) -> str:
     """The index of weights in several files."""
     return json.dumps({"weight_map": {f"w{number}": shard for number, shard in enumerate(shards)}})
@@ -75,6 +81,16 @@ def test_the_engine_keeps_the_protocol_and_is_found_by_its_name() -> None:
             "a-0, a-1, a-2 and 2 more of the weights of model.safetensors.index.json are missing",
         ),
         (lambda folder: write_folder(folder, files={"model.safetensors.index.json": "{"}), "not readable as"),
+        (
+            lambda folder: write_folder(
+                folder, files={"model.safetensors.index.json": '{"weight_map": {}, "weight_map": {}}'}
+            ),
+            "'weight_map' stands twice",
+        ),
+        (
+            lambda folder: doubled(write_folder(folder)),
+            r"config\.json: not readable .* 'model_type' stands twice",
+        ),
         (
             lambda folder: write_folder(folder, files={"model.safetensors.index.json": "{}"}),
             "has no weight_map",
@@ -207,15 +223,68 @@ def test_a_weight_of_another_shape_is_refused(source: Path, tmp_path: Path) -> N
         ENGINE.open(altered(source, tmp_path, cut), {})
 
 
+def extra(*names: str) -> Callable[[dict[str, Any]], None]:
+    """Weights that the model does not have."""
+    return lambda weights: weights.update({name: np.zeros((2, 2), np.float32) for name in names})
+
+
 @pytest.mark.hf
-def test_a_weight_that_the_model_does_not_take_is_counted(source: Path, tmp_path: Path) -> None:
-    """A config with too few layers leaves weights over, and the report shows how many."""
+def test_weights_of_a_part_that_is_left_out_are_counted(source: Path, tmp_path: Path) -> None:
+    """What sees, or predicts further, and the masks of older files; the report says how many."""
+    others = extra(
+        "vision.layers.0.mlp.up_proj.weight", "mtp.norm.weight", "model.layers.0.self_attn.masked_bias"
+    )
+    session = ENGINE.open(altered(source, tmp_path, others), {})
+    assert session.info.settings["unused_weights"] == 3
 
-    def add(weights: dict[str, Any]) -> None:
-        weights["model.layers.7.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
 
-    session = ENGINE.open(altered(source, tmp_path, add), {})
-    assert session.info.settings["unused_weights"] == 1
+@pytest.mark.hf
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.7.mlp.up_proj.weight",  # a config with too few layers
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.self_attn.sinks",
+        "model.layers.0.self_attn.q_proj.bias",
+        "lm_head.bias",
+    ],
+)
+def test_a_weight_of_what_the_model_has_is_refused_where_it_takes_nothing_of_it(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    """The weights are those of another model, and what it would say witnesses nothing."""
+    with pytest.raises(InputError, match=f"of the type llama, .* takes nothing of the weights {name}"):
+        ENGINE.open(altered(source, tmp_path, extra(name)), {})
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize(
+    ("made", "said_to_be", "fits"),
+    [
+        ("llama", "mistral", True),
+        ("qwen3", "llama", False),  # norms of query and key are left over
+        ("qwen2", "llama", False),  # and biases
+        ("llama", "qwen3", False),  # norms are missing
+        ("llama", "qwen2", False),
+        ("llama", "gemma", True),  # other scales, with the same names: nothing shows it
+        ("llama", "gpt2", False),
+    ],
+)
+def test_weights_under_a_config_of_another_type(
+    tmp_path: Path, made: Any, said_to_be: str, fits: bool
+) -> None:
+    """They fit, or what is missing or left over is named; nothing is made up."""
+    TinySource(made).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config |= {"model_type": said_to_be, "architectures": None}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if fits:
+        assert ENGINE.open(tmp_path, {}).info.settings["unused_weights"] == 0
+    else:
+        with pytest.raises(
+            InputError, match=r"lack (model|transformer)\.|takes nothing of the weights model\."
+        ):
+            ENGINE.open(tmp_path, {})
 
 
 @pytest.mark.hf
