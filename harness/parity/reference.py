@@ -13,8 +13,7 @@ to each position where a candidate would be blamed. Where it does not, and where
 steps differs by more than rounding can, the graph is stepped, now and later. A graph that is not causal
 elsewhere alone is not noticed; steps presume nothing.
 
-Several prompts go through the graph as rows of one batch, where a row of the probe among longer ones gives
-what it gives alone, up to the spread; else each goes by itself.
+Several prompts share a pass where they can (`harness.parity.batching`).
 """
 
 from __future__ import annotations
@@ -28,46 +27,34 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from harness.decode.batch import Continued, one_pass_batch
-from harness.decode.diagnose import first_non_finite
-from harness.decode.feeds import plan_feeds
+from harness.decode.batch import Continued
 from harness.decode.loop import StepObserver, forced_decode, one_pass_decode
 from harness.decode.plan import ExtraFeeds
 from harness.decode.trace import Trace
-from harness.engines.base import BatchingSession, Session, SessionInfo, TopLogits, WatchingSession
+from harness.engines.base import Session, SessionInfo, TopLogits
 from harness.engines.registry import EngineSpec
-from harness.errors import InputError, InvalidRunError
+from harness.errors import InputError
+from harness.parity.batching import BatchedPasses
 from harness.parity.compare import behind
+from harness.parity.finite import require_finite, watch
 from harness.parity.proving import proof_of, require_proof
+from harness.parity.spread import SPREAD_FACTOR, differ_by_rounding, spread_between
 from harness.topology.spec import Topology
 
-__all__ = ["SPREAD_FACTOR", "OracleMode", "Reference", "ReferenceTrace", "spread_between"]
+__all__ = ["OracleMode", "Reference", "ReferenceTrace"]
 
 OracleMode: TypeAlias = Literal["one-pass", "stepwise"]
-
-SPREAD_FACTOR = 4.0
-"""How many times the measured spread a margin must exceed to decide, as a probe sees few positions: with
-tolerances of four times the worst of clean engines, held-out prompts raised no false alarm."""
 
 _COARSE, _FINEST = "float32", "float64"
 
 _FINER_BY = 2.0**-29
 """The rounding of float64, relative to that of float32: 2^-53 against 2^-24."""
 
-_ROUNDING_AT_MOST = 1e-3
-"""Difference of two runs, relative to how far the largest logits lie apart, that may be rounding: thousands
-of times that of float32, and far less than what another computation makes. A constant that is added to all
-logits changes no choice, and so counts for nothing here."""
-
 _PROBE_PROMPT = 8
 """Prompt tokens of the probe on which the spread is measured, at most."""
 
 _PROBE_STEPS = 3
 """Generated tokens of the probe, at most."""
-
-_BATCH_TOKENS = 256
-"""Positions of a batch, those that are filled up included: far beyond, a row costs as much as a pass of its
-own, and what a pass keeps in memory grows with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +121,7 @@ class Reference:
         self._sessions = {self._precision: self._session}
         self._bands: dict[tuple[OracleMode, str], float] = {}
         self._extra: ExtraFeeds = {}
-        self._exact: Trace | None = None
-        self._batches = isinstance(self._session, BatchingSession)
-        self._proven = 0
-        self._ahead: dict[tuple[tuple[int, ...], tuple[int, ...]], Trace] = {}
+        self._batched = BatchedPasses(self._session, topology, top_k=top_k)
 
     @staticmethod
     def check_mode(spec: EngineSpec, mode: OracleMode | None) -> OracleMode:
@@ -258,10 +242,7 @@ class Reference:
         Args:
             decoded: prompts and their tokens, at least one.
         """
-        if not self._may_batch():
-            return False
-        longest = max(len(prompt) + len(tokens) for prompt, tokens in decoded)
-        return (len(decoded) + 1) * longest <= _BATCH_TOKENS
+        return self.mode == "one-pass" and self._batched.gathers(decoded)
 
     def prepare(self, decoded: Sequence[Continued]) -> None:
         """Run the passes that `verify` will ask for, without extra feeds, as rows of one batch.
@@ -271,46 +252,14 @@ class Reference:
         Args:
             decoded: prompts and their tokens, at least one token each.
         """
-        self._ahead.clear()
-        if len(decoded) < 2 or not self._may_batch():
+        if len(decoded) < 2 or self.mode != "one-pass":
+            self._batched.forget()
             return
         beginnings = [
             [(prompt, tokens[:cut]) for cut in self._cuts(prompt, tokens)] for prompt, tokens in decoded
         ]
         # Wholes, prompts alone, and what is drawn: the first batch has the most positions.
-        for rows in (decoded, *[[row for row in each if row] for each in zip_longest(*beginnings)]):
-            traces = self._rows(rows)
-            if traces is None:
-                self._batches = False
-                self._ahead.clear()
-                return
-            self._ahead |= {(trace.prompt_ids, trace.token_ids): trace for trace in traces}
-
-    def _may_batch(self) -> bool:
-        return self._batches and self.mode == "one-pass" and self._exact is not None
-
-    def _rows(self, decoded: Sequence[Continued]) -> list[Trace] | None:
-        """One pass of a batch; None where there is none, or where it does not stand for passes of rows alone.
-
-        Among rows that are longer than any before, the probe runs too: it must give what it gave alone.
-        """
-        exact, band = self._exact, self._bands["one-pass", self._precision]
-        assert exact is not None, "a batch before the spread is measured"
-        longest = max(len(prompt) + len(tokens) for prompt, tokens in decoded)
-        probed = longest > self._proven
-        rows = [*decoded, (exact.prompt_ids, exact.token_ids)] if probed else decoded
-        self._extra = {}
-        self._watch(self._session)
-        traces = one_pass_batch(self._session, self._topology, rows, top_k=self._top_k)
-        # Rows are filled up, so what a cache holds at the end may not be a row's own.
-        if traces is None or self._not_finite(self._session):
-            return None
-        if probed:
-            # A band is twice what one logit may be off.
-            if 2 * spread_between(exact, traces.pop()) > band:
-                return None
-            self._proven = longest
-        return traces
+        self._batched.run([decoded, *[[row for row in each if row] for each in zip_longest(*beginnings)]])
 
     def _cuts(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
         """How many tokens the beginnings have that one pass is compared with: one, and a number drawn.
@@ -346,7 +295,7 @@ class Reference:
         self._sound(begun, session)
         beginning = replace(trace, token_ids=begun.token_ids, steps=trace.steps[:count])
         ends = [replace(each, steps=each.steps[-1:]) for each in (begun, beginning)]
-        return _alike(begun, beginning, rounding) and spread_between(*ends) <= at_most
+        return differ_by_rounding(begun, beginning, rounding) and spread_between(*ends) <= at_most
 
     def _logits(
         self,
@@ -372,7 +321,7 @@ class Reference:
         token_ids: Sequence[int],
         on_step: StepObserver | None = None,
     ) -> Trace:
-        self._watch(session)
+        watch(session, self._topology, self._extra)
         return forced_decode(
             session,
             self._topology,
@@ -387,8 +336,8 @@ class Reference:
         self, session: Session, prompt_ids: Sequence[int], token_ids: Sequence[int], *, filled: bool = True
     ) -> Trace | None:
         """One pass, or what a row of a batch gave, which may have been `filled` up behind its tokens."""
-        self._watch(session)
-        ahead = self._ahead.get((tuple(prompt_ids), tuple(token_ids))) if filled else None
+        watch(session, self._topology, self._extra)
+        ahead = self._batched.row(prompt_ids, token_ids) if filled else None
         if ahead is not None and session is self._session and not self._extra:
             return ahead
         return one_pass_decode(
@@ -417,14 +366,15 @@ class Reference:
             coarse = self._session_in(_COARSE)
             spread = spread_between(exact, self._sound(self._steps(coarse, prompt, tokens), coarse))
             return factor * spread * (_FINER_BY if precision == _FINEST else 1.0)
-        if precision == self._precision and not self._extra:
-            self._exact = exact
         steps = exact if session is finest else self._sound(self._steps(session, prompt, tokens), session)
         rounding = factor * spread_between(exact, steps)
         whole = self._whole(session, prompt, tokens)
-        if whole is None or not _alike(self._sound(whole, session), steps, rounding):
+        if whole is None or not differ_by_rounding(self._sound(whole, session), steps, rounding):
             return None
-        return max(rounding, factor * spread_between(exact, whole))
+        band = max(rounding, factor * spread_between(exact, whole))
+        if session is self._session and not self._extra:
+            self._batched.prove_by(exact, band)
+        return band
 
     def _session_in(self, precision: str) -> Session:
         if precision not in self._sessions:
@@ -434,39 +384,7 @@ class Reference:
         return self._sessions[precision]
 
     def _sound(self, trace: Trace, session: Session) -> Trace:
-        if trace.failure is not None:
-            raise InvalidRunError(
-                f"The oracle failed at step {trace.failure.step}: {trace.failure.message}",
-                next_action="Choose another oracle with --oracle, or report what it lacks.",
-            )
-        for position, step in enumerate(trace.steps):
-            if step.has_nan or not math.isfinite(step.values[0]):
-                fed = (*trace.prompt_ids, *trace.token_ids[:position])
-                node = first_non_finite(session, self._topology, fed, extra=self._extra)
-                what = f"logits are not finite at generated position {position}"
-                raise _not_finite_error(what, node)
-        for name in self._not_finite(session):
-            fed = (*trace.prompt_ids, *trace.token_ids[:-1])
-            node = first_non_finite(session, self._topology, fed, extra=self._extra, output=name)
-            raise _not_finite_error(f"{name} is not finite behind generated position {len(fed) - 1}", node)
-        return trace
-
-    def _watch(self, session: Session) -> None:
-        """Let the next runs look at what is carried from call to call, whether or not it is asked for."""
-        if isinstance(session, WatchingSession):
-            plan = plan_feeds(self._topology, session.inventory, extra=self._extra)
-            session.watch(plan.carried)
-
-    def _not_finite(self, session: Session) -> Sequence[str]:
-        return session.not_finite() if isinstance(session, WatchingSession) else ()
-
-
-def _not_finite_error(what: str, node: str | None) -> InvalidRunError:
-    first = "" if node is None else f" The first node to make it so is {node}."
-    return InvalidRunError(
-        f"The oracle's {what}: such an oracle proves nothing.{first}",
-        next_action="Check the exported weights for overflow; try oracle:precision=float64.",
-    )
+        return require_finite(trace, session, self._topology, self._extra)
 
 
 def _no_spread(spec: EngineSpec) -> str | None:
@@ -506,41 +424,3 @@ def _probe(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[Sequenc
     if len(prompt) < len(prompt_ids):
         tokens = tuple(prompt_ids)[len(prompt) : len(prompt) + _PROBE_STEPS]
     return prompt, tokens
-
-
-def _alike(one: Trace, other: Trace, rounding: float) -> bool:
-    """Whether two traces differ by what may be rounding.
-
-    That is what was measured of it, or a thousandth of how far the largest logit is above the middle one of
-    those kept, which a mask over all other tokens leaves as it is.
-
-    Args:
-        one: a trace.
-        other: of the same positions.
-        rounding: the difference that was measured; a flat position may have a larger one than its logits say.
-    """
-    kept = [list(_finite(step).values()) for step in (*one.steps, *other.steps)]
-    apart = max((values[0] - values[len(values) // 2] for values in kept if values), default=0.0)
-    return spread_between(one, other) <= max(rounding, _ROUNDING_AT_MOST * apart)
-
-
-def spread_between(one: Trace, other: Trace) -> float:
-    """The largest difference between the logits of the same token at the same position of two traces.
-
-    Of a token that is among the largest of one alone, the other logit is known to be no larger than the
-    least of those kept: it differs by so much at least.
-    """
-    differences = [
-        abs(value - theirs[token]) if token in theirs else value - min(theirs.values())
-        for a, b in zip(one.steps, other.steps, strict=True)
-        for mine, theirs in [(_finite(a), _finite(b)), (_finite(b), _finite(a))]
-        for token, value in mine.items()
-        if theirs
-    ]
-    return max((0.0, *differences))
-
-
-def _finite(step: TopLogits) -> dict[int, float]:
-    """The finite ones of the largest logits, by token."""
-    pairs = zip(step.token_ids, step.values, strict=True)
-    return {token: value for token, value in pairs if math.isfinite(value)}

@@ -20,7 +20,8 @@ from harness.engines.base import Session, SessionInfo
 from harness.engines.registry import EngineSpec
 from harness.errors import EngineFailedError, InputError, InvalidRunError
 from harness.parity.attribution import SourceComparison, compare_with_source
-from harness.parity.reference import SPREAD_FACTOR, ReferenceTrace, spread_between
+from harness.parity.reference import ReferenceTrace
+from harness.parity.spread import SPREAD_FACTOR, spread_between
 from harness.parity.verdict import Verdict
 from harness.topology.spec import Topology
 

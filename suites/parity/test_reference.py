@@ -27,7 +27,8 @@ from harness.errors import InputError, InvalidRunError
 from harness.events import CheckFinished, Event, PromptJudged
 from harness.parity.check import CheckPlan, Prompt, run_check
 from harness.parity.compare import compare_tokens
-from harness.parity.reference import OracleMode, Reference, spread_between
+from harness.parity.reference import OracleMode, Reference
+from harness.parity.spread import spread_between
 from harness.parity.verdict import Verdict
 from harness.report.document import ParityDocument
 from harness.topology.spec import Topology
@@ -315,6 +316,38 @@ def test_what_the_oracle_cannot_decide_is_looked_at_too(tmp_path: Path) -> None:
         verified = side.verify(prompt, (3,) * 12)
         assert [step.argmax for step in verified.trace.steps] == [3] * 12
         assert verified.mode == "stepwise"
+
+
+def test_the_first_difference_that_decides_is_looked_at_behind_one_that_does_not(tmp_path: Path) -> None:
+    """A candidate is behind by 0.05 at its first token, within a band of 0.1: that is inconclusive.
+
+    Past ten tokens one pass says token 2 by 0.5, and would make it divergent; it is right there in steps.
+    """
+    nodes = [
+        *ahead_nodes(late=True),
+        helper.make_node("Constant", [], ["four"], value_float=4.0),
+        helper.make_node("Constant", [], ["close"], value_float=1.05),
+        helper.make_node("Less", ["count", "four"], ["begins"]),
+        helper.make_node("Cast", ["begins"], ["begun"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["begun", "close"], ["early"]),
+        helper.make_node("Mul", ["ahead", "half"], ["later_on"]),
+        helper.make_node("Add", ["early", "later_on"], ["third"]),
+        helper.make_node("Identity", ["ones"], ["fourth"]),
+    ]
+    model, topology = counting_decoder(tmp_path, nodes)
+    top = TopLogits((3, 2), (1.0, 0.0))
+    for prompt in STARTS:
+        side = reference(model, topology)
+        side.verify(prompt, (3,) * 4)
+        side._bands |= {("one-pass", "float32"): 0.1, ("one-pass", "float64"): 0.1}
+        verified = side.verify(prompt, (3,) * 12)
+        assert verified.mode == "stepwise"
+        side._bands |= {("stepwise", "float32"): 0.1, ("stepwise", "float64"): 0.1}
+        verified = side.verify(prompt, (3,) * 12)
+        candidate = Trace(prompt, (3,) * 12, (top,) * 12, 0.0, SessionInfo("candidate", "0"))
+        found = compare_tokens(candidate, verified.trace, bands=verified.bands, undecided=verified.undecided)
+        assert found.verdict is Verdict.INCONCLUSIVE
+        assert found.oracle_forced_ids == (2, *[3] * 11)
 
 
 def test_a_graph_that_confirms_what_it_sees_is_noticed_at_a_drawn_position(tmp_path: Path) -> None:

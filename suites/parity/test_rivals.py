@@ -10,7 +10,8 @@ from fixtures.decoders import TinyDecoder
 from harness.decode.loop import one_pass_decode
 from harness.decode.trace import Trace
 from harness.engines.registry import parse_engine
-from harness.parity.reference import SPREAD_FACTOR, Reference, spread_between
+from harness.parity.reference import Reference
+from harness.parity.spread import SPREAD_FACTOR, spread_between
 
 DECODER = TinyDecoder(layers="rar", seed=25)
 PROMPT = (1, 2, 3)

@@ -16,10 +16,10 @@ from typing import Protocol
 from harness.engines.registry import EngineSpec
 from harness.errors import ParityError
 from harness.parity.proving import proof_of, require_proof
-from harness.parity.reference import SPREAD_FACTOR
 from harness.parity.relations.comparing import LOGITS, Comparison, largest_difference
 from harness.parity.relations.laboratory import Laboratory, Subject
 from harness.parity.relations.observation import Moment, Observation
+from harness.parity.spread import SPREAD_FACTOR
 
 __all__ = ["BAND_FACTOR", "Bands", "NoOracle", "Oracle", "Yardstick", "spreads_between"]
 
