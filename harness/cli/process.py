@@ -1,4 +1,4 @@
-"""The process around the command: its output streams and Ctrl-C.
+"""The process around the command: its output streams, Ctrl-C and SIGTERM.
 
 A reader that goes away, a full disk behind a redirection, or a signal in the middle of an import must not
 turn a finding into a pass, a pass into a finding, or anything into a traceback.
@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import NoReturn, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 __all__ = [
     "INTERRUPTED",
@@ -108,7 +108,7 @@ def guarded_streams() -> Iterator[OutputStream]:
 
 
 class _Interrupts:
-    """What Ctrl-C does to the command.
+    """What Ctrl-C does to the command, and SIGTERM, which is another way to say it.
 
     The first one ends what runs; what was judged before is then judged and reported. The second one ends
     that, too. While the end is reported one is not heeded, as there is nothing left to end. Any other one
@@ -138,11 +138,12 @@ class _Interrupts:
 def take_interrupts() -> None:
     """From now on Ctrl-C ends this process with exit status 130, however often and whenever it is pressed.
 
-    Python's own way with one that nobody caught is a traceback, and death by the signal. Does nothing where
-    Ctrl-C is not listened to, such as in a job that a shell started in the background.
+    So does SIGTERM, by which others end it: what is half done is cleared away, and the report closed.
+    Python's own way with a Ctrl-C that nobody caught is a traceback, and death by the signal. A signal that
+    is not listened to, such as Ctrl-C in a job that a shell started in the background, is left alone.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    taken = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
     raised, ignored = sys.excepthook, sys.unraisablehook
 
     def on_raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -155,16 +156,19 @@ def take_interrupts() -> None:
             ignored(unraisable)
 
     sys.excepthook, sys.unraisablehook = on_raised, on_ignored
-    # What is registered first runs last. Then Python forgets its handlers, and the signal would kill.
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, _Interrupts())
+    handler = _Interrupts()
+    for number in taken:
+        # What is registered first runs last. Then Python forgets its handlers, and the signal would kill.
+        atexit.register(signal.signal, number, signal.SIG_IGN)
+        signal.signal(number, handler)
 
 
 def ending() -> None:
     """From now on the end is reported: a Ctrl-C more does not keep it from being said."""
-    handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, _Interrupts):
-        handler.is_ending = True
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(number)
+        if isinstance(handler, _Interrupts):
+            handler.is_ending = True
 
 
 @contextlib.contextmanager
@@ -173,32 +177,37 @@ def deferred_interrupts() -> Iterator[None]:
 
     An import that is interrupted half-way leaves a half-initialised module behind (numpy then recurses
     without end). A second Ctrl-C is not held back: it ends the process at once where the command runs
-    (`take_interrupts`), and is raised elsewhere. Does nothing outside the main thread.
+    (`take_interrupts`), and is raised elsewhere. Where the command runs, SIGTERM is held back as well. Does
+    nothing outside the main thread.
 
     Raises:
         KeyboardInterrupt: at the end of the block, when the user pressed Ctrl-C in it.
     """
     pressed = False
+    held: dict[int, Any] = {}
 
     def hold(number: int, frame: FrameType | None) -> None:
         nonlocal pressed
         if pressed:
-            if isinstance(before, _Interrupts):
-                before.leave()
+            if isinstance(held[number], _Interrupts):
+                held[number].leave()
             raise KeyboardInterrupt
         pressed = True
 
     try:
-        before = signal.signal(signal.SIGINT, hold)
+        held[signal.SIGINT] = signal.signal(signal.SIGINT, hold)
     except ValueError:  # not the main thread: signals do not arrive here
         yield
         return
+    if isinstance(signal.getsignal(signal.SIGTERM), _Interrupts):
+        held[signal.SIGTERM] = signal.signal(signal.SIGTERM, hold)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in held.items():
+            signal.signal(number, handler)
     if pressed:
-        if isinstance(before, _Interrupts):
-            before(signal.SIGINT, None)
-        else:
+        taken = next((handler for handler in held.values() if isinstance(handler, _Interrupts)), None)
+        if taken is None:
             raise KeyboardInterrupt
+        taken(signal.SIGINT, None)

@@ -160,10 +160,10 @@ STAGES = {
 
 PRESSING = """
 import importlib, json, signal, sys
-module, owner, name, at, times = json.loads(sys.argv.pop())
+module, owner, name, at, times, number = json.loads(sys.argv.pop())
 def press(left):
     try:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
     finally:
         if left > 1:
             press(left - 1)
@@ -185,22 +185,23 @@ main()
 
 
 @posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_however_often_ctrl_c_is_pressed_it_is_an_interruption(
-    tmp_path: Path, stage: str, times: int
+    tmp_path: Path, stage: str, times: int, number: signal.Signals
 ) -> None:
     """Exit 130, or what was found where that is being said; never a traceback, and the report is whole.
 
     A second one ends what the first one left to do, and a third ends all at once. When the end is being said,
-    the first is not heeded, and the second ends all at once.
+    the first is not heeded, and the second ends all at once. SIGTERM is as good.
     """
     place, is_ending = STAGES[stage]
     asked = ["check", "demo", "--max-new-tokens", "1", "--prompt-ids", "1", "--prompt-ids", "2"]
     run = subprocess.run(
         [
             *(sys.executable, "-c", PRESSING, *asked, "--in-process", "--json", "--report-dir", "r"),
-            json.dumps([*place, times]),
+            json.dumps([*place, times, number]),
         ],
         cwd=tmp_path,
         env={**os.environ, "ONNX_PARITY_CACHE_DIR": str(tmp_path / "cache")},
@@ -221,3 +222,56 @@ def test_however_often_ctrl_c_is_pressed_it_is_an_interruption(
     elif stage != "leaving":
         assert run.stdout == ""
         assert "Interrupted again, and ended at once" in run.stderr
+
+
+WRITING = {
+    "a built-in package": (["derive", "demo", "--json"], ("harness.models.demo", None, "_attention", 1)),
+    "weights": (["fetch", "smollm2", "--json"], ("harness.models.fetch", None, "_download", 1)),
+    "a trace": (
+        ["record", "demo", "-o", "x.trace", "--max-new-tokens", "1", "--prompt-ids", "1", "--in-process"],
+        ("safetensors.numpy", None, "save_file", 1),
+    ),
+}
+"""What is written, by which command, and where in that the signal comes."""
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("what", WRITING)
+def test_what_is_half_written_is_cleared_away(tmp_path: Path, what: str, number: signal.Signals) -> None:
+    """Also by SIGTERM, as of `timeout` or a job that is cancelled: exit 130, and no draft stays anywhere."""
+    arguments, place = WRITING[what]
+    folders = {name: tmp_path / name for name in ("work", "cache", "temporary")}
+    for folder in folders.values():
+        folder.mkdir()
+    run = subprocess.run(
+        [sys.executable, "-c", PRESSING, *arguments, json.dumps([*place, 1, number])],
+        cwd=folders["work"],
+        env={
+            **os.environ,
+            "ONNX_PARITY_CACHE_DIR": str(folders["cache"]),
+            "TMPDIR": str(folders["temporary"]),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 130, run.stderr
+    assert "Traceback" not in run.stderr
+    assert list(folders["temporary"].iterdir()) == list(folders["work"].iterdir()) == []
+    assert [path for path in folders["cache"].rglob(".*") if not path.name.endswith(".lock")] == []
+
+
+@posix
+def test_sigterm_that_nobody_listens_to_is_left_alone(tmp_path: Path) -> None:
+    """Whoever started the command deaf to it has reasons."""
+    code = (
+        "import signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "from harness.cli.process import take_interrupts\n"
+        "take_interrupts()\n"
+        "signal.raise_signal(signal.SIGTERM)\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "False\n")
