@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 __all__ = [
     "EngineFailedError",
@@ -93,6 +93,11 @@ class NotDrivableError(ParityError):
     def __init__(self, message: str, *, next_action: str, ports: tuple[str, ...]) -> None:
         super().__init__(message, next_action=next_action)
         self.ports = ports
+
+    @property
+    def refusal(self) -> Mapping[str, Any]:
+        """It as the field `refusal` of a document has it, next action included."""
+        return {"code": self.code, "also": [], "message": str(self), "ports": list(self.ports)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,7 @@ class CheckFinished:
         verdict: the worst verdict of all prompts; None where the check could not do its work.
         exit_code: exit status of the command.
         error: `{"message", "next"}` where the check could not do its work.
-        refusal: `{"code", "also", "message", "ports"}` where the topology was refused.
+        refusal: `{"code", "also", "message", "ports"}` where the topology was refused; a report has it alone.
         interrupted: True when the user stopped it.
         attribution: `exporter`, `runtime` or `unknown`; None without a source, and where nothing differs.
     """

@@ -65,7 +65,7 @@ class RelationsStarted:
 class ReferenceDecoded:
     """The decode that all relations stand against: `token_ids` are what every other follows.
 
-    There are none where the engine opened and did not get to its end.
+    Where the engine failed on the way, they are those from before.
     """
 
     version: str
@@ -165,7 +165,7 @@ class RelationsFinished:
             not be done.
         exit_code: exit status of the command.
         error: `{"message", "next"}` where the work could not be done.
-        refusal: `{"code", "also", "message", "ports"}` where the topology was refused.
+        refusal: `{"code", "also", "message", "ports"}` where the topology was refused; a report has it alone.
         interrupted: True when the user stopped it.
         failure: how the engine failed before any relation was tried.
     """

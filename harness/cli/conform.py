@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from harness.cli.options import DecodeOptions, limit_options, report_option
-from harness.cli.output import json_option, print_json_line, report_error, reporting
-from harness.cli.preparing import Model, open_model, plan_task, refusal_mapping, usable_engine
-from harness.cli.process import deferred_interrupts, ending
+from harness.cli.options import ORACLE, DecodeOptions, limit_options, report_option
+from harness.cli.output import json_option, reporting
+from harness.cli.preparing import Model, open_model, plan_task, usable_engine
+from harness.cli.process import deferred_interrupts
 from harness.cli.prompting import PromptOptions
-from harness.cli.running import EndError, default_report_dir, import_what_runs
+from harness.cli.running import (
+    default_report_dir,
+    failed_end,
+    import_what_runs,
+    run_into,
+    show_report,
+)
 from harness.errors import InputError, ParityError
-from harness.relation_events import RelationEvent, RelationJudged, RelationsFinished, RelationsStarted
+from harness.relation_events import RelationJudged, RelationsFinished, RelationsStarted
 
 if TYPE_CHECKING:
     from harness.decode.wiring import Wiring
@@ -28,24 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["command", "failure_document"]
 
 _NEW_TOKENS = 8
-_ORACLE = "oracle"
 
 
 def failure_document(error: ParityError) -> Mapping[str, Any]:
     """The document of relations that could not be tried."""
     from harness.report.conformance import ConformanceDocument
 
-    refusal = refusal_mapping(error)
     document = ConformanceDocument()
-    document(
-        RelationsFinished(
-            verdict=None,
-            exit_code=error.exit_code,
-            error=None if refusal else {"message": error.message, "next": error.next_action},
-            refusal=refusal,
-            interrupted=error.exit_code == 130,
-        )
-    )
+    document(failed_end(RelationsFinished, error))
     return document.mapping()
 
 
@@ -179,7 +176,6 @@ def _plan(request: _Request) -> tuple[Model, ConformPlan]:
     if request.limits is not None:
         engine = isolated(engine, request.limits)
     wiring = model.decoder.conditioning.assembly.wiring
-    oracle = wired(parse_engine(_ORACLE), wiring) if request.rounding == "model" else None
     return model, ConformPlan(
         package=model.asked,
         model_name=model.name,
@@ -197,7 +193,8 @@ def _plan(request: _Request) -> tuple[Model, ConformPlan]:
             keeps_first_call=_keeps_first_call(wiring),
         ),
         text=prompt.text,
-        oracle=oracle,
+        oracle=wired(parse_engine(ORACLE), wiring),
+        judges_rounding=request.rounding == "model",
         relations=request.relations,
         strict_placement=request.strict_placement,
     )
@@ -219,7 +216,6 @@ def _run_and_report(plan: ConformPlan, model: Model, *, report_dir: Path | None,
     from harness.report.conformance_console import RelationProgress, render_conformance
     from harness.report.writer import ReportWriter
 
-    say = Console(stderr=True)
     document = ConformanceDocument()
     writer = ReportWriter(
         report_dir or default_report_dir(model.asked),
@@ -228,24 +224,7 @@ def _run_and_report(plan: ConformPlan, model: Model, *, report_dir: Path | None,
         name="conformance.json",
         events=(RelationsStarted, RelationJudged, RelationsFinished),
     )
-    progress = RelationProgress(say)
-
-    def emit(event: RelationEvent) -> None:
-        if isinstance(event, RelationsFinished):
-            ending()
-        for sink in (document, writer, progress):
-            sink(event)
-
-    try:
-        end = run_conform(plan, emit)
-    finally:
-        progress.close()
-    if end.error is not None:
-        report_error(EndError(end.error))
-    if as_json:
-        print_json_line(document.mapping())
-    elif writer.path is not None:
-        Console().print(render_conformance(document.mapping()))
-    if writer.path is not None:
-        say.print(f"report: {writer.path}", style="dim", markup=False, highlight=False, soft_wrap=True)
+    progress = RelationProgress(Console(stderr=True))
+    end = run_into(partial(run_conform, plan), document, writer, progress=progress)
+    show_report(document.mapping(), writer.path, as_json=as_json, render=render_conformance)
     return end.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 
 from harness.cli.check import CheckRequest, plan_check
 from harness.cli.options import (
+    ORACLE,
     DecodeOptions,
     OracleChoice,
     decode_options,
@@ -18,12 +20,11 @@ from harness.cli.options import (
     oracle_options,
 )
 from harness.cli.output import json_option, print_json_line, report_error, reporting
-from harness.cli.preparing import check_fit, check_target, open_model, refusal_mapping, usable_engine
+from harness.cli.preparing import check_fit, check_target, failure_fields, open_model, usable_engine
 from harness.cli.process import deferred_interrupts
 from harness.cli.prompting import encode_prompts
-from harness.cli.running import EndError, import_what_runs
+from harness.cli.running import EndError, import_what_runs, run_into
 from harness.errors import EngineFailedError, InputError, ParityError
-from harness.events import Event
 
 if TYPE_CHECKING:
     from harness.cli.preparing import Model
@@ -44,13 +45,10 @@ _candidate_option = click.option(
 
 def failure_document(error: ParityError) -> Mapping[str, Any]:
     """The document of a run that did nothing with a golden."""
-    refusal = refusal_mapping(error)
     return {
         "schema": _SCHEMA,
         "outcome": None,
-        "exit_code": error.exit_code,
-        "error": None if refusal else {"message": error.message, "next": error.next_action},
-        "refusal": refusal,
+        **failure_fields(error),
         "golden": None,
         "model": None,
         "candidate": None,
@@ -119,16 +117,8 @@ def record(
             source=None,
         )
     )
-    document, progress = ParityDocument(), ProgressReporter(Console(stderr=True))
-
-    def emit(event: Event) -> None:
-        for sink in (document, progress):
-            sink(event)
-
-    try:
-        end = run_check(plan, emit)
-    finally:
-        progress.close()
+    document = ParityDocument()
+    end = run_into(partial(run_check, plan), document, progress=ProgressReporter(Console(stderr=True)))
     report = document.mapping()
     found: dict[str, Any] = {
         "schema": _SCHEMA,
@@ -151,18 +141,18 @@ def record(
             for each in report["prompts"]
         ],
     }
-    error = end.error
     if end.exit_code == 0:
         golden = _golden(report, model, plan.prompts)
         write_golden(path, golden)
         found["golden"] = _facts(path, golden)
-    elif error is None:
-        error = found["error"] = {
-            "message": f"No golden was written: the verdict of the check is {end.verdict}.",
+    elif end.error is None:
+        failure = report["candidate"]["failure"]
+        why = "" if failure is None else f": {failure['message'].rstrip('.')}"
+        found["error"] = {
+            "message": f"No golden was written: the verdict of the check is {end.verdict}{why}.",
             "next": "See what differs with `onnx-parity check`.",
         }
-    if error is not None:
-        report_error(EndError(error))
+        report_error(EndError(found["error"]))
     if as_json:
         print_json_line(found)
     elif end.exit_code == 0:
@@ -213,10 +203,10 @@ def check(
     candidate_side = _candidate(golden, model, usable_engine(spec), limits)
     try:
         info = _session_of(candidate_side, strict_placement=strict_placement)
-        results = [
-            compare_with_golden(candidate_side, prompt, each.token_ids)
-            for prompt, each in zip(prompts, golden.prompts, strict=True)
-        ]
+        results = []
+        for prompt, each in zip(prompts, golden.prompts, strict=True):
+            results.append(compare_with_golden(candidate_side, prompt, each.token_ids))
+            _require_drivable(model, prompt, results[-1])
     finally:
         candidate_side.close()
     verdict = worst_verdict(each.verdict for each in results)
@@ -341,6 +331,30 @@ def _session_of(candidate: Candidate, *, strict_placement: bool) -> SessionInfo 
     if strict_placement:
         require_off_cpu(info)
     return info
+
+
+def _require_drivable(model: Model, prompt: Prompt, result: GoldenResult) -> None:
+    """See that no cache came back in a wrong shape from the candidate, or from it alone.
+
+    Raises:
+        NotDrivableError: it does from the oracle as well.
+    """
+    from harness.decode.trace import TraceFailure
+    from harness.decode.wired import wired
+    from harness.engines.registry import parse_engine
+    from harness.parity.refusing import refusal_after
+
+    if isinstance(result.failure, TraceFailure) and result.failure.ports:
+        refusal = refusal_after(
+            prompt.token_ids,
+            result.token_ids,
+            oracle=wired(parse_engine(ORACLE), model.decoder.conditioning.assembly.wiring),
+            model=model.package.model,
+            topology=model.decoder.topology,
+            extra=prompt.extra,
+        )
+        if refusal is not None:
+            raise refusal
 
 
 def _error(golden: Golden, results: Sequence[GoldenResult], path: Path) -> dict[str, str] | None:

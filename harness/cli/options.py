@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from harness.parity.reference import OracleMode
 
 __all__ = [
+    "ORACLE",
     "DecodeOptions",
     "OracleChoice",
     "Verb",
@@ -32,6 +33,9 @@ __all__ = [
     "report_option",
     "with_options",
 ]
+
+ORACLE = "oracle"
+"""The engine to trust where none is named."""
 
 Verb: TypeAlias = Callable[..., int]
 """A verb, or what is to become one: takes options by name and returns the exit status."""
@@ -195,7 +199,7 @@ def oracle_options(verb: Verb) -> Verb:
             "--oracle",
             "oracle_name",
             metavar="ENGINE",
-            default="oracle",
+            default=ORACLE,
             show_default=True,
             help="Trusted engine.",
         ),

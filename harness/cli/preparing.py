@@ -34,9 +34,9 @@ __all__ = [
     "check_fit",
     "check_independent",
     "check_target",
+    "failure_fields",
     "open_model",
     "plan_task",
-    "refusal_mapping",
     "usable_engine",
 ]
 
@@ -57,14 +57,27 @@ class RefusedError(ParityError):
         self.refusal = refusal
 
 
-def refusal_mapping(error: ParityError) -> dict[str, Any] | None:
+def _refusal(error: ParityError) -> dict[str, Any] | None:
     """The field `refusal` of a document; None for an error that is no refusal."""
     if isinstance(error, RefusedError):
         r = error.refusal
         return {"code": r.code, "also": list(r.also), "message": r.message, "ports": list(r.ports)}
     if isinstance(error, NotDrivableError):
-        return {"code": error.code, "also": [], "message": error.message, "ports": list(error.ports)}
+        return dict(error.refusal)
     return None
+
+
+def failure_fields(error: ParityError) -> dict[str, Any]:
+    """The fields `exit_code`, `error` and `refusal` of a document of what could not be done.
+
+    A refusal says what to do in its message, so there is no error beside it.
+    """
+    refusal = _refusal(error)
+    return {
+        "exit_code": error.exit_code,
+        "error": None if refusal else {"message": error.message, "next": error.next_action},
+        "refusal": refusal,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

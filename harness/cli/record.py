@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.options import DecodeOptions, decode_options, limit_options
+from harness.cli.options import ORACLE, DecodeOptions, decode_options, limit_options
 from harness.cli.output import json_option, print_json_line, report_error, reporting
 from harness.cli.preparing import (
     all_options,
     check_target,
+    failure_fields,
     open_model,
     plan_task,
-    refusal_mapping,
     usable_engine,
 )
 from harness.cli.process import deferred_interrupts
@@ -35,13 +35,10 @@ _SCHEMA = "onnx-parity/recording/1"
 
 def failure_document(error: ParityError) -> Mapping[str, Any]:
     """The document of a recording that left no trace."""
-    refusal = refusal_mapping(error)
     return {
         "schema": _SCHEMA,
         "outcome": None,
-        "exit_code": error.exit_code,
-        "error": None if refusal else {"message": error.message, "next": error.next_action},
-        "refusal": refusal,
+        **failure_fields(error),
         "trace": None,
         "model": None,
         "engine": None,
@@ -86,7 +83,7 @@ def command(
         import safetensors.numpy  # noqa: F401
 
         from harness.engines.registry import parse_engine
-        from harness.parity.recording import record
+        from harness.parity.recording import record, refusal_in
         from harness.parity.trace_writing import write_trace
 
     spec = parse_engine(engine) if engine is not None else None
@@ -107,8 +104,8 @@ def command(
 
     recording = record(plan, on_decode=tell)
     write_trace(trace, recording)
-    document = _document(recording, trace, model)
-    failure = _failure(recording)
+    failure = refusal_in(plan, recording) or _failure(recording)
+    document = _document(recording, trace, model, failure)
     if failure is not None:
         report_error(failure)
     if as_json:
@@ -128,6 +125,7 @@ def _plan(
 ) -> RecordPlan:
     from harness.decode.wired import wired
     from harness.engines.isolated.engine import isolated, process_of
+    from harness.engines.registry import parse_engine
     from harness.parity.recorded import RecordedModel, topology_sha256
     from harness.parity.recording import RecordPlan
 
@@ -147,6 +145,7 @@ def _plan(
         ),
         topology=topology,
         engine=wired(engine, wiring),
+        oracle=wired(parse_engine(ORACLE), wiring),
         options=options,
         process=process_of(engine),
         prompts=task.prompts,
@@ -179,18 +178,17 @@ def _failure(recording: Recording) -> ParityError | None:
     return None
 
 
-def _document(recording: Recording, trace: Path, model: Model) -> dict[str, Any]:
+def _document(recording: Recording, trace: Path, model: Model, failure: ParityError | None) -> dict[str, Any]:
     from hashlib import file_digest
 
     with trace.open("rb") as stream:
         digest = file_digest(stream, "sha256").hexdigest()
-    failure, info = _failure(recording), recording.engine.info
+    info = recording.engine.info
+    well = {"exit_code": 0, "error": None, "refusal": None}
     return {
         "schema": _SCHEMA,
         "outcome": "recorded",
-        "exit_code": 0 if failure is None else failure.exit_code,
-        "error": None if failure is None else {"message": failure.message, "next": failure.next_action},
-        "refusal": None,
+        **(well if failure is None else failure_fields(failure)),
         "trace": {"path": str(trace), "bytes": trace.stat().st_size, "sha256": digest},
         "model": {
             "path": model.name,

@@ -1,24 +1,50 @@
-"""Run a check and report it: on standard error while it goes on, then as a document, and in a folder."""
+"""Run and report: on standard error while it goes on, then as a document, and in a folder."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from harness.cli.output import print_json_line, report_error
-from harness.cli.preparing import refusal_mapping
-from harness.cli.process import deferred_interrupts, ending
+from harness.cli.preparing import failure_fields
+from harness.cli.process import INTERRUPTED, deferred_interrupts, ending
 from harness.errors import ParityError
-from harness.events import CheckFinished, Event
+from harness.events import CheckFinished
+from harness.relation_events import RelationsFinished
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from harness.cli.preparing import Model
     from harness.parity.check import CheckPlan
 
-__all__ = ["EndError", "default_report_dir", "failure_document", "import_what_runs", "run_and_report"]
+__all__ = [
+    "EndError",
+    "default_report_dir",
+    "failed_end",
+    "failure_document",
+    "import_what_runs",
+    "run_and_report",
+    "run_into",
+    "show_report",
+]
+
+E = TypeVar("E", CheckFinished, RelationsFinished)
+Sink: TypeAlias = Callable[[Any], None]
+
+
+class Progress(Protocol):
+    """A sink that shows a person how far a run is."""
+
+    def __call__(self, event: Any) -> None:
+        """Show one event."""
+
+    def close(self) -> None:
+        """Take the display away. May be called twice."""
 
 
 class EndError(ParityError):
@@ -41,18 +67,19 @@ def failure_document(error: ParityError) -> Mapping[str, Any]:
     """The parity document of a check that could not begin."""
     from harness.report.document import ParityDocument
 
-    refusal = refusal_mapping(error)
     document = ParityDocument()
-    document(
-        CheckFinished(
-            verdict=None,
-            exit_code=error.exit_code,
-            error=None if refusal else {"message": error.message, "next": error.next_action},
-            refusal=refusal,
-            interrupted=error.exit_code == 130,
-        )
-    )
+    document(failed_end(CheckFinished, error))
     return document.mapping()
+
+
+def failed_end(kind: type[E], error: ParityError) -> E:
+    """The end of a run that could not begin.
+
+    Args:
+        kind: `CheckFinished` or `RelationsFinished`.
+        error: why it could not.
+    """
+    return kind(verdict=None, interrupted=error.exit_code == INTERRUPTED, **failure_fields(error))
 
 
 def run_and_report(
@@ -80,31 +107,72 @@ def run_and_report(
     from harness.report.document import ParityDocument
     from harness.report.writer import ReportWriter
 
-    say = Console(stderr=True)
     document = ParityDocument()
     folder = report_dir or default_report_dir(model.asked)
     writer = ReportWriter(folder, document, fresh=report_dir is None)
-    progress = ProgressReporter(say)
+    progress = ProgressReporter(Console(stderr=True))
+    end = run_into(partial(run_check, plan), document, writer, progress=progress)
+    show_report(
+        document.mapping(),
+        writer.path,
+        as_json=as_json,
+        render=partial(render_report, token_text=model.token_text()),
+    )
+    return end.exit_code
 
-    def emit(event: Event) -> None:
-        if isinstance(event, CheckFinished):
+
+def run_into(run: Callable[[Sink], E], *sinks: Sink, progress: Progress) -> E:
+    """Run with each event going to all sinks, and say on standard error what went wrong.
+
+    When the end has come, Ctrl-C does not keep it from being told.
+
+    Args:
+        run: emits events and returns the last of them.
+        sinks: in this order.
+        progress: the last sink; closed whatever happens.
+    """
+
+    def emit(event: object) -> None:
+        if isinstance(event, CheckFinished | RelationsFinished):
             ending()
-        for sink in (document, writer, progress):
+        for sink in sinks:
             sink(event)
+        progress(event)
 
     try:
-        end = run_check(plan, emit)
+        end = run(emit)
     finally:
         progress.close()
     if end.error is not None:
         report_error(EndError(end.error))
+    return end
+
+
+def show_report(
+    document: Mapping[str, Any],
+    path: Path | None,
+    *,
+    as_json: bool,
+    render: Callable[[Mapping[str, Any]], RenderableType],
+) -> None:
+    """Print a report, and where it lies.
+
+    Args:
+        document: of the whole run.
+        path: the file that holds it; None where the run did not begin.
+        as_json: print the document, and not what `render` makes of it for a person.
+        render: see `as_json`.
+    """
+    from rich.console import Console
+
     if as_json:
-        print_json_line(document.mapping())
-    elif writer.path is not None:
-        Console().print(render_report(document.mapping(), token_text=model.token_text()))
-    if writer.path is not None:
-        say.print(f"report: {writer.path}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    return end.exit_code
+        print_json_line(document)
+    elif path is not None:
+        Console().print(render(document))
+    if path is not None:
+        Console(stderr=True).print(
+            f"report: {path}", style="dim", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def default_report_dir(package: str) -> Path:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from harness.decode.caches import CacheShapeError
 from harness.decode.feeds import FeedPlan
 from harness.engines.base import Session, TensorHandle
-from harness.errors import EngineFailedError, NotDrivableError
+from harness.errors import EngineFailedError
 
-__all__ = ["Decoding", "Snapshot", "undrivable_cache"]
+__all__ = ["Decoding", "Snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Decoding:
             what the last call gave: the logits, and every output that is fed back.
 
         Raises:
-            EngineFailedError: the engine failed, or a cache came back in a shape that it cannot have.
-            NotDrivableError: the caches do not grow as the topology says, from the first call on.
+            EngineFailedError: the engine failed, or a cache came back in a shape in which it cannot be fed
+                again; that may be the graph's fault (`harness.parity.refusing`).
         """
         plan = self._plan
         most = plan.tokens_a_call or len(new)
@@ -82,8 +82,6 @@ class Decoding:
         try:
             self._caches = plan.advance(outputs, fed=fed, past=past, tokens=self._past)
         except CacheShapeError as error:
-            if past == 0:
-                raise undrivable_cache(f"{error}.", (error.port,)) from error
             raise EngineFailedError(
                 f"{session.info.engine}: {error}.",
                 kind="crashed",
@@ -91,13 +89,3 @@ class Decoding:
                 ports=(error.port,),
             ) from error
         return outputs
-
-
-def undrivable_cache(shapes: str, ports: tuple[str, ...]) -> NotDrivableError:
-    """The refusal of a graph whose caches come back in shapes in which they cannot be fed again."""
-    return NotDrivableError(
-        f"The decode loop cannot drive this graph: {shapes}",
-        next_action="Declare the cache's kind in inference_metadata.yaml, or export it with KV "
-        "that grows by one row for each token.",
-        ports=ports,
-    )

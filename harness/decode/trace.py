@@ -20,7 +20,7 @@ class TraceFailure:
         step: the step that failed; 0 is the prefill. As many tokens stand in the trace.
         message: what the engine said, one line.
         details: how its process ended, as far as it is known.
-        ports: as in `harness.errors.EngineFailedError`; not kept in a file.
+        ports: as in `harness.errors.EngineFailedError`.
     """
 
     kind: Literal["crashed", "timeout", "unsupported"]

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.decode.batch import Continued
-from harness.decode.loop import forced_decode
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
-from harness.decode.stepping import undrivable_cache
 from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import SessionInfo
 from harness.engines.placement import require_off_cpu
 from harness.engines.registry import EngineSpec
-from harness.errors import EngineFailedError, InvalidRunError, ParityError
+from harness.errors import EngineFailedError, InvalidRunError, NotDrivableError, ParityError
 from harness.events import (
     CandidateProcess,
     CheckFinished,
@@ -36,6 +34,7 @@ from harness.parity.attribution import attribute, overall_attribution
 from harness.parity.candidate import Candidate, CandidateSide, Prompt
 from harness.parity.compare import TokenComparison, compare_tokens, compare_with_itself
 from harness.parity.reference import OracleMode, Reference
+from harness.parity.refusing import refusal_of
 from harness.parity.source import SourceModel, SourcePlan
 from harness.parity.verdict import Verdict, exit_code_of, worst_verdict
 from harness.topology.spec import Topology
@@ -102,6 +101,7 @@ def run_check(plan: CheckPlan, emit: EventSink) -> CheckFinished:
             verdict=Verdict.INVALID_RUN if invalid else None,
             exit_code=error.exit_code,
             error={"message": error.message, "next": error.next_action},
+            refusal=error.refusal if isinstance(error, NotDrivableError) else None,
         )
     except KeyboardInterrupt:
         end = CheckFinished(verdict=None, exit_code=INTERRUPTED, interrupted=True, error=check.interruption())
@@ -215,33 +215,23 @@ class _Check:
                 raise failure
             progress = self._progress(index, "candidate")
             trace = decoded.trace = self._candidate.decode(prompt, on_step=progress)
-            if trace.failure is not None and trace.failure.ports:
-                self._require_drivable(prompt, trace)
+            self._require_drivable(prompt, trace)
         except EngineFailedError as error:
             decoded.judged = _failed(index, _facts(error), 0.0)
         self._waiting.append(decoded)
 
-    def _require_drivable(self, prompt: Prompt, decoded: Trace) -> None:
-        """See that a cache came back in a wrong shape from the candidate alone.
+    def _require_drivable(self, prompt: Prompt, trace: Trace) -> None:
+        """See that no cache came back in a wrong shape from the candidate, or from it alone.
 
         Raises:
-            NotDrivableError: it does from the oracle as well, after the same tokens: so it is the graph, or
-                the topology, that is wrong.
+            NotDrivableError: it does from the oracle as well.
         """
         plan = self._plan
-        tokens = (*decoded.token_ids, 0)  # the last one is never fed
-        try:
-            session = plan.oracle.open(plan.model)
-        except EngineFailedError:
-            return
-        try:
-            own = forced_decode(
-                session, plan.topology, decoded.prompt_ids, tokens, top_k=1, extra=prompt.extra
-            ).failure
-        finally:
-            session.close()
-        if own is not None and own.ports:
-            raise undrivable_cache(own.message.removeprefix(f"{session.info.engine}: "), own.ports)
+        refusal = refusal_of(
+            trace, oracle=plan.oracle, model=plan.model, topology=plan.topology, extra=prompt.extra
+        )
+        if refusal is not None:
+            raise refusal
 
     def _rows(self) -> list[Continued]:
         """What waits and can be a row of a batch."""

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from harness.engines.base import SessionInfo
 from harness.engines.placement import require_off_cpu
 from harness.engines.registry import EngineSpec
-from harness.errors import EngineFailedError, InvalidRunError, ParityError
+from harness.errors import EngineFailedError, InvalidRunError, NotDrivableError, ParityError
 from harness.events import FailureFacts
+from harness.parity.refusing import refusal_after
 from harness.parity.relations.band import BAND_FACTOR, NoOracle, Oracle
 from harness.parity.relations.base import Relation
 from harness.parity.relations.catalogue import RELATIONS
@@ -53,7 +54,8 @@ class ConformPlan:
         process: where its sessions live, as in `harness.relation_events.RelationsStarted`.
         subject: what is decoded.
         text: of the prompt; None for one given as token IDs.
-        oracle: measures how far rounding reaches; None to report differences without a judgement.
+        oracle: says whose fault a cache of a wrong shape is, and measures how far rounding reaches.
+        judges_rounding: whether it does the latter, or differences are reported without a judgement.
         relations: those to try, in order.
         strict_placement: whether a node on the CPU makes the run invalid.
     """
@@ -66,7 +68,8 @@ class ConformPlan:
     process: str
     subject: Subject
     text: str | None = None
-    oracle: EngineSpec | None = None
+    oracle: EngineSpec
+    judges_rounding: bool = True
     relations: Sequence[Relation] = RELATIONS
     strict_placement: bool = False
 
@@ -93,6 +96,7 @@ def run_conform(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:
             "invalid-run" if isinstance(error, InvalidRunError) else None,
             error.exit_code,
             error={"message": error.message, "next": error.next_action},
+            refusal=error.refusal if isinstance(error, NotDrivableError) else None,
         )
     except KeyboardInterrupt:
         end = RelationsFinished(None, _INTERRUPTED, error=_interruption(bool(judged)), interrupted=True)
@@ -109,16 +113,16 @@ def _run(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:
     lab = Laboratory(plan.engine, plan.subject)
     try:
         reference = _decode_reference(plan, lab)
-    except (EngineFailedError, InvalidRunError):
+    except (EngineFailedError, InvalidRunError) as error:
         emit(_start(plan))  # both are findings; anything else is bad input, and leaves no report
         if lab.info is not None:
-            emit(_reference(lab.info, ()))
+            emit(_reference(lab.info, lab.chosen))
+        if isinstance(error, EngineFailedError) and error.ports:
+            _require_drivable(plan, lab.chosen)
         raise
     emit(_start(plan))
     emit(reference)
-    oracle = None
-    if plan.oracle is not None:
-        oracle = Oracle(plan.oracle, plan.subject, lambda: lab.tokens)
+    oracle = Oracle(plan.oracle, plan.subject, lambda: lab.tokens) if plan.judges_rounding else None
     is_told = False
     outcomes: list[RelationOutcome] = []
     for relation in plan.relations:
@@ -174,6 +178,25 @@ def _decode_reference(plan: ConformPlan, lab: Laboratory) -> ReferenceDecoded:
     if plan.strict_placement:
         require_off_cpu(lab.info)
     return _reference(lab.info, lab.tokens)
+
+
+def _require_drivable(plan: ConformPlan, chosen: Sequence[int]) -> None:
+    """See that a cache of a wrong shape came from the engine alone, after the tokens that it chose.
+
+    Raises:
+        NotDrivableError: it does from the oracle as well.
+    """
+    subject = plan.subject
+    refusal = refusal_after(
+        subject.prompt,
+        chosen,
+        oracle=plan.oracle,
+        model=subject.model,
+        topology=subject.topology,
+        extra=subject.extra,
+    )
+    if refusal is not None:
+        raise refusal
 
 
 def _reference(info: SessionInfo, token_ids: tuple[int, ...]) -> ReferenceDecoded:

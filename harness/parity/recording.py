@@ -15,7 +15,7 @@ from harness.engines.base import OptionValue, Session, TensorHandle
 from harness.engines.placement import require_off_cpu
 from harness.engines.registry import EngineSpec
 from harness.engines.tensor_types import dtype_of_array
-from harness.errors import EngineFailedError
+from harness.errors import EngineFailedError, NotDrivableError
 from harness.events import CandidateProcess
 from harness.parity.candidate import Candidate, Prompt
 from harness.parity.check import TOP_K
@@ -28,12 +28,13 @@ from harness.parity.recorded import (
     Recording,
     tensor_sha256,
 )
+from harness.parity.refusing import refusal_of
 from harness.topology.spec import Topology
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["RecordObserver", "RecordPlan", "record"]
+__all__ = ["RecordObserver", "RecordPlan", "record", "refusal_in"]
 
 RecordObserver: TypeAlias = Callable[[int, RecordedDecode], None]
 """Told of each decode, with the index of its prompt, when it is done."""
@@ -48,6 +49,7 @@ class RecordPlan:
         facts: what is said of it.
         topology: of the graph.
         engine: what decodes.
+        oracle: says whose fault a cache of a wrong shape is; runs in no other case.
         options: every option of the engine, given or default.
         process: whether its sessions live in worker processes.
         prompts: at least one.
@@ -62,6 +64,7 @@ class RecordPlan:
     facts: RecordedModel
     topology: Topology
     engine: EngineSpec
+    oracle: EngineSpec
     options: Mapping[str, OptionValue]
     process: CandidateProcess
     prompts: Sequence[Prompt]
@@ -78,7 +81,7 @@ def record(
     """Decode every prompt, and then every one again, as a check does with what differs from the oracle.
 
     A decode that failed is not repeated: nothing of it has differed yet. It is recorded as it is: that an
-    engine fails is a finding about it.
+    engine fails is a finding about it, unless it is the graph's fault (`refusal_in`).
 
     Raises:
         InvalidRunError: the engine does not run as asked; such a run proves nothing and leaves no trace.
@@ -134,6 +137,26 @@ def record(
             RecordedPrompt(prompt, tuple(done)) for prompt, done in zip(plan.prompts, decodes, strict=True)
         ),
     )
+
+
+def refusal_in(plan: RecordPlan, recording: Recording) -> NotDrivableError | None:
+    """Why the graph of a recording cannot be driven, at the first prompt where it cannot; None where it can.
+
+    The recording says it as well: a check of it asks its own oracle.
+    """
+    for each in recording.prompts:
+        for decode in each.decodes[:1]:
+            if decode.trace is not None:
+                refusal = refusal_of(
+                    decode.trace,
+                    oracle=plan.oracle,
+                    model=plan.model,
+                    topology=plan.topology,
+                    extra=each.prompt.extra,
+                )
+                if refusal is not None:
+                    return refusal
+    return None
 
 
 def _decode(

@@ -291,4 +291,5 @@ def _trace_failure(value: Value) -> TraceFailure:
         value["step"].count(),
         value["message"].text(),
         _details(value["details"]),
+        tuple(port.text() for port in value["ports"].elements()),
     )

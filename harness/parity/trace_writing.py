@@ -143,6 +143,7 @@ class _Writer:
                 "step": failure.step,
                 "message": failure.message,
                 "details": asdict(failure.details),
+                "ports": list(failure.ports),
             },
             "outputs": {
                 port: self._output(f"{prefix}.output.{port}", output)

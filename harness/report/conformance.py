@@ -6,10 +6,8 @@ document is `reports/schemas/conformance-1.schema.json`.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
-from harness.events import FailureFacts
 from harness.relation_events import (
     BandsMeasured,
     FirstDifference,
@@ -19,12 +17,12 @@ from harness.relation_events import (
     RelationsFinished,
     RelationsStarted,
 )
+from harness.report.parts import ending, failure, model
 from harness.report.plain import finite, plain
 
 __all__ = ["SCHEMA", "ConformanceDocument"]
 
 SCHEMA = "onnx-parity/conformance/1"
-_INTERRUPTED = 130
 
 
 class ConformanceDocument:
@@ -59,13 +57,9 @@ class ConformanceDocument:
         end, start = self._finished, self._started
         return {
             "schema": SCHEMA,
-            "verdict": end.verdict if end else None,
-            "exit_code": end.exit_code if end else _INTERRUPTED,
-            "error": dict(end.error) if end and end.error else None,
-            "refusal": dict(end.refusal) if end and end.refusal else None,
-            "interrupted": end.interrupted if end else True,
+            **ending(end),
             "seed": start.seed if start else 0,
-            "model": None if start is None else _model(start),
+            "model": None if start is None else model(start),
             "engine": None if start is None else self._engine(start),
             "prompt": None if start is None else self._prompt(start),
             "band": None if self._bands is None else _band(self._bands),
@@ -74,7 +68,6 @@ class ConformanceDocument:
 
     def _engine(self, start: RelationsStarted) -> dict[str, Any]:
         seen = self._reference
-        failure = self._finished.failure if self._finished else None
         return {
             "engine": start.engine,
             "version": seen.version if seen else None,
@@ -82,7 +75,7 @@ class ConformanceDocument:
             "placement": plain(seen.placement) if seen else None,
             "mode": seen.mode if seen else None,
             "process": start.process,
-            "failure": _failure(failure),
+            "failure": failure(self._finished.failure) if self._finished else None,
         }
 
     def _prompt(self, start: RelationsStarted) -> dict[str, Any]:
@@ -92,18 +85,6 @@ class ConformanceDocument:
             "max_new_tokens": start.max_new_tokens,
             "token_ids": list(self._reference.token_ids) if self._reference else [],
         }
-
-
-def _model(start: RelationsStarted) -> dict[str, Any]:
-    return {
-        "path": start.model_path,
-        "sha256": start.model_sha256,
-        "topology": {
-            "outcome": start.topology_outcome,
-            "kv_inputs": start.kv_inputs,
-            "state_pairs": start.state_pairs,
-        },
-    }
 
 
 def _band(measured: BandsMeasured) -> dict[str, Any]:
@@ -130,7 +111,7 @@ def _relation(judged: RelationJudged) -> dict[str, Any]:
         "largest": None
         if judged.port is None
         else {"port": judged.port, "size": finite(judged.size), "band": finite(judged.band)},
-        "failure": _failure(judged.failure),
+        "failure": failure(judged.failure),
         "seconds": judged.seconds,
     }
 
@@ -149,7 +130,3 @@ def _difference(found: FirstDifference | None) -> dict[str, Any] | None:
         "size": finite(found.size),
         "note": found.note,
     }
-
-
-def _failure(facts: FailureFacts | None) -> dict[str, Any] | None:
-    return None if facts is None else asdict(facts)

@@ -15,6 +15,7 @@ from harness.events import (
     CheckFinished,
     CheckStarted,
     Event,
+    FailureFacts,
     FirstDivergence,
     PromptJudged,
     PromptStarted,
@@ -22,12 +23,12 @@ from harness.events import (
     SourceDivergence,
     SourceJudged,
 )
+from harness.report.parts import ending, failure, model
 from harness.report.plain import finite, plain
 
 __all__ = ["SCHEMA", "ParityDocument", "token_sha256"]
 
 SCHEMA = "onnx-parity/parity/1"
-_INTERRUPTED = 130
 
 
 def token_sha256(token_ids: Iterable[int]) -> str:
@@ -51,7 +52,7 @@ class ParityDocument:
         self._prompts: dict[int, dict[str, Any]] = {}
         self._witnessed: dict[int, dict[str, Any] | None] = {}
         self._started: dict[int, PromptStarted] = {}
-        self._failures: dict[int, dict[str, Any]] = {}
+        self._failures: dict[int, FailureFacts] = {}
         self._finished: CheckFinished | None = None
 
     def __call__(self, event: Event) -> None:
@@ -73,11 +74,7 @@ class ParityDocument:
         end = self._finished
         return {
             "schema": SCHEMA,
-            "verdict": end.verdict if end else None,
-            "exit_code": end.exit_code if end else _INTERRUPTED,
-            "error": dict(end.error) if end and end.error else None,
-            "refusal": dict(end.refusal) if end and end.refusal else None,
-            "interrupted": end.interrupted if end else True,
+            **ending(end),
             "seed": self._seed,
             "compared": list(self._compared),
             "attribution": end.attribution if end else None,
@@ -90,15 +87,7 @@ class ParityDocument:
 
     def _start(self, event: CheckStarted) -> None:
         self._seed, self._compared = event.seed, event.compared
-        self._model = {
-            "path": event.model_path,
-            "sha256": event.model_sha256,
-            "topology": {
-                "outcome": event.topology_outcome,
-                "kv_inputs": event.kv_inputs,
-                "state_pairs": event.state_pairs,
-            },
-        }
+        self._model = model(event)
         self._sides["candidate"] = {
             "engine": event.candidate,
             "version": None,
@@ -138,16 +127,7 @@ class ParityDocument:
         start = self._started[event.index]
         self._failures.pop(event.index, None)  # of an earlier judgement of this prompt
         if event.failure is not None:
-            f = event.failure
-            self._failures[event.index] = {
-                "kind": f.kind,
-                "message": f.message,
-                "step": f.step,
-                "signal": f.signal,
-                "exit_code": f.exit_code,
-                "limit": f.limit,
-                "stderr_tail": f.stderr_tail,
-            }
+            self._failures[event.index] = event.failure
         self._witnessed[event.index] = _witnessed(event.source)
         if event.oracle_mode is not None:
             self._sides["oracle"]["mode"] = event.oracle_mode
@@ -180,8 +160,8 @@ class ParityDocument:
 
     def _candidate(self) -> dict[str, Any] | None:
         side = self._sides.get("candidate")
-        first = min(self._failures, default=None)
-        return None if side is None else {**side, "failure": None if first is None else self._failures[first]}
+        first = self._failures[min(self._failures)] if self._failures else None
+        return None if side is None else {**side, "failure": failure(first)}
 
 
 def _divergence(found: FirstDivergence | None) -> dict[str, Any] | None:

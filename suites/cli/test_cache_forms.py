@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-import onnx
 import pytest
-from onnx import helper, numpy_helper
 
 from fixtures.attention_forms import Quantised, WithHeads
 from fixtures.cache_forms import Fused, OneToken, Static, Unbatched, Windowed
@@ -56,42 +53,3 @@ def test_a_check_verifies_every_form(
     if name not in ROUNDED:
         found = [tuple(prompt["candidate_ids"]) for prompt in report["prompts"]]
         assert found == [decoder.greedy(prompt, 16) for prompt in ((1, 2, 3, 4), (7,))]
-
-
-def kept_rows(path: Path, rows: int) -> Path:
-    """A decoder that says its KV grows, and gives back its last `rows` rows alone."""
-    decoder = TinyDecoder("aa", seed=2)
-    model = onnx.load(decoder.save(path))
-    for name, value in (("starts", -rows), ("ends", 2**31), ("axes", 2)):
-        model.graph.initializer.append(numpy_helper.from_array(np.array([value]), name))
-    for port in decoder.topology.kv_outputs:
-        (node,) = (node for node in model.graph.node if port in node.output)
-        whole = f"{port}/whole"
-        node.output[list(node.output).index(port)] = whole
-        for other in model.graph.node:
-            for index, taken in enumerate(other.input):
-                if taken == port:
-                    other.input[index] = whole
-        model.graph.node.append(helper.make_node("Slice", [whole, "starts", "ends", "axes"], [port]))
-    onnx.save(model, path)
-    return path
-
-
-@pytest.mark.parametrize("rows", [2, 3, 5])
-def test_a_graph_whose_cache_cannot_be_fed_again_is_refused_at_any_step(
-    rows: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the first call (2 rows of 3 tokens) or later: the oracle finds it as well, so nobody crashed."""
-    monkeypatch.setenv("ONNX_PARITY_CACHE_DIR", str(tmp_path / "cache"))
-    kept_rows(tmp_path / "model.onnx", rows)
-    asked = ["--prompt-ids", "1,2,3", "--max-new-tokens", "6", "--report-dir", str(tmp_path / "report")]
-
-    assert run(["check", str(tmp_path), *asked, "--candidate", "ort-cpu", "--in-process", "--json"]) == 3
-
-    report = json.loads(capsys.readouterr().out)
-    tokens = max(rows + 1, 3)
-    assert report["verdict"] is None
-    assert f"has shape [1, 1, {rows}, " in report["error"]["message"]
-    assert f"after {tokens} tokens, where [1, 1, {tokens}, " in report["error"]["message"]
-    assert report["error"]["message"].startswith("The decode loop cannot drive this graph: present.")
-    assert "export it with KV that grows" in report["error"]["next"]

@@ -181,6 +181,8 @@ def test_an_interruption_leaves_what_was_judged(package: Path) -> None:
         model_sha256="0" * 64,
         topology_outcome="derived",
         engine=planted(run=interrupt),
+        oracle=parse_engine("oracle"),
+        judges_rounding=False,
         process="in-process",
         subject=Subject(model=package, topology=decoder.topology, prompt=(1, 5, 3, 9), steps=3),
     )
@@ -201,6 +203,8 @@ def test_every_state_of_a_report_is_valid(package: Path) -> None:
         model_sha256="0" * 64,
         topology_outcome="derived",
         engine=planted(),
+        oracle=parse_engine("oracle"),
+        judges_rounding=False,
         process="in-process",
         subject=Subject(model=package, topology=decoder.topology, prompt=(1, 5, 3, 9), steps=3),
         relations=RELATIONS[:3],

@@ -47,7 +47,8 @@ def conform(model: Path, decoder: TinyDecoder, engine: str, *, oracle: bool = Tr
             engine=parse_engine(engine),
             process="in-process",
             subject=Subject(model=model, topology=decoder.topology, prompt=PROMPT, steps=3),
-            oracle=parse_engine("oracle") if oracle else None,
+            oracle=parse_engine("oracle"),
+            judges_rounding=oracle,
         ),
         document,
     )

@@ -177,6 +177,20 @@ def test_a_relation_that_no_graph_lacks_blames_the_engine_that_fails() -> None:
     assert judged(failed("crashed"), graph_may_lack=False).outcome is RelationOutcome.CRASHED
 
 
+@pytest.mark.parametrize("graph_may_lack", [True, False])
+def test_a_cache_of_a_wrong_shape_is_the_graphs_where_the_oracle_has_it_so_too(graph_may_lack: bool) -> None:
+    """Whatever relation feeds it so: a graph that cannot be driven in a way is no engine's fault."""
+
+    def misshapen() -> EngineFailedError:
+        return EngineFailedError("present.0.key", next_action="-", kind="crashed", ports=("present.0.key",))
+
+    found = judged(misshapen(), oracle=(misshapen(),), graph_may_lack=graph_may_lack)
+    assert found.outcome is RelationOutcome.NOT_APPLICABLE
+    assert "present.0.key" in (found.reason or "")
+    found = judged(misshapen(), oracle=(pair(),), graph_may_lack=graph_may_lack)
+    assert found.outcome is RelationOutcome.CRASHED
+
+
 def test_a_reason_not_to_try_is_no_outcome_of_what_was_tried() -> None:
     """Before any case the relation is not applicable; after one, that case counts."""
     assert judged(NotApplicableError("Why.")).outcome is RelationOutcome.NOT_APPLICABLE

@@ -16,7 +16,7 @@ from fixtures.sessions import SESSION_KINDS, open_session
 from harness.decode.loop import forced_decode, greedy_decode
 from harness.decode.trace import Trace
 from harness.engines.base import Session, TensorHandle, TopLogits
-from harness.errors import EngineFailedError, InputError, NotDrivableError
+from harness.errors import EngineFailedError, InputError
 from harness.topology.spec import Topology
 
 PROMPT = (1, 2, 3, 4)
@@ -308,8 +308,8 @@ def test_a_cache_that_comes_back_short_is_a_failure(tmp_path: Path, port: str, s
     assert f"{port} has shape {shape} after 7 tokens" in trace.failure.message
 
 
-def test_a_cache_that_never_grows_is_not_drivable(tmp_path: Path) -> None:
-    """Where the first call already gives back another length, the topology does not fit the graph."""
+def test_a_cache_that_never_grows_fails_at_the_first_call(tmp_path: Path) -> None:
+    """Whether that is the engine's fault or the graph's is not for the loop to say: it names the port."""
     real = TensorProto.FLOAT
     model = save_graph(
         tmp_path / "model.onnx",
@@ -331,9 +331,10 @@ def test_a_cache_that_never_grows_is_not_drivable(tmp_path: Path) -> None:
         token_input="input_ids", logits_output="logits", kv_inputs=("past",), kv_outputs=("present",)
     )
 
-    with pytest.raises(NotDrivableError, match=r"present has shape \[1, 1, 0, 2\] after 3 tokens") as caught:
-        greedy_decode(open_session("ort-cpu", model), topology, (1, 2, 3), max_new_tokens=2)
-    assert caught.value.ports == ("present",)
+    failure = greedy_decode(open_session("ort-cpu", model), topology, (1, 2, 3), max_new_tokens=2).failure
+    assert failure is not None
+    assert (failure.step, failure.ports) == (0, ("present",))
+    assert "present has shape [1, 1, 0, 2] after 3 tokens" in failure.message
 
 
 @pytest.mark.parametrize(

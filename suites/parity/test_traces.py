@@ -81,6 +81,7 @@ def recording_of(
             ),
             topology=DECODER.topology,
             engine=engine,
+            oracle=parse_engine("oracle"),
             options={},
             process="in-process",
             prompts=prompts,

@@ -140,7 +140,7 @@ def _case(relation: Relation, number: int, pair: Pair, yardstick: Yardstick) -> 
 
 def _failed(relation: Relation, error: EngineFailedError, yardstick: Yardstick) -> Judged:
     """The engine failed: as the graph makes every engine fail, or by itself."""
-    if relation.graph_may_lack:
+    if relation.graph_may_lack or error.ports:
         lacking = _lacking(relation, None, yardstick)
         if lacking is not None:
             return Judged(RelationOutcome.NOT_APPLICABLE, lacking)

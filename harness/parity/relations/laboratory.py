@@ -52,6 +52,7 @@ class Laboratory:
         self.subject = subject
         self._script = Script(subject.prompt, subject.steps, tokens)
         self._reference: Observation | None = None
+        self._chosen: tuple[int, ...] = ()
         self._info: SessionInfo | None = None
 
     @property
@@ -64,10 +65,13 @@ class Laboratory:
         if self._reference is None:
             with self.session() as session:
                 self._info = session.info
-                self._reference = self.follow(session).whole()
-            tokens = tuple(moment.token for _, moment in sorted(self._reference.items()))
+                follower = self.follow(session)
+                try:
+                    self._reference = follower.whole()
+                finally:
+                    self._chosen = tuple(moment.token for _, moment in sorted(follower.seen.items()))
             if self._script.tokens is None:
-                self._script = replace(self._script, tokens=tokens)
+                self._script = replace(self._script, tokens=self._chosen)
         return self._reference
 
     @property
@@ -82,6 +86,11 @@ class Laboratory:
         tokens = self.script.tokens
         assert tokens is not None
         return tokens
+
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        """What the engine chose in the reference, as far as it got."""
+        return self._chosen
 
     @property
     def info(self) -> SessionInfo | None:
