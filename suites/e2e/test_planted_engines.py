@@ -1,8 +1,8 @@
-"""Nine engines at their worst in one run of pytest, as somebody's own tests would meet them.
+"""Eleven engines at their worst in one run of pytest, as somebody's own tests would meet them.
 
 Each has the verdict and the exit code of what it does, none takes the run down or another along, and nothing
-of them is left: no process, no file, no shared memory, also where the run itself is killed. The two that
-break a relation between decodes are `conform`'s to find.
+of them is left: no process, no file, no shared memory, also where the run itself is killed. Nine are checked;
+the two that break a relation between decodes are `conform`'s to find, in a test of the same run.
 """
 
 from __future__ import annotations
@@ -70,8 +70,20 @@ ENGINES = {
     "runs elsewhere": Planted("elsewhere,when=open", "invalid-run", 6),
 }
 
+RELATIONS = {
+    "keeps state": ("keeps-state", "second-generation"),
+    "leaks rows": ("leaks-rows", "batch"),
+}
+"""What an engine of `fixtures.unrelated` does, and the one of these two relations that it breaks."""
+
+SCHEMA_OF_RELATIONS = json.loads(
+    (ROOT / "reports/schemas/conformance-1.schema.json").read_text(encoding="utf-8")
+)
+
 TESTS = """
 import pytest
+
+from harness.cli.app import run
 
 @pytest.mark.parametrize("name", {engines!r})
 def test_engine(parity, name):
@@ -80,11 +92,20 @@ def test_engine(parity, name):
         "package", candidate=f"misbehaving:does={{does}}", prompts={prompts!r}, max_new_tokens={tokens},
         call_timeout=patience, memory_limit="600MiB",
     )
+
+@pytest.mark.parametrize("name", {relations!r})
+def test_relation(name):
+    does, _ = {relations!r}[name]
+    assert run([
+        "conform", "package", f"--engine=unrelated:breaks={{does}}", "--prompt-ids=1,5,3,9",
+        "--relation=second-generation", "--relation=batch", f"--report-dir={reports}/{{does}}",
+    ]) == 0
 """
 
 INSTALLED = """
 [onnx_parity.engines]
 misbehaving = fixtures.misbehaving:ENGINE
+unrelated = fixtures.unrelated:ENGINE
 """
 
 
@@ -134,12 +155,21 @@ class Project:
         """The reports by the name of their engine, each valid."""
         found = {}
         for case in ET.parse(self.folder / "junit.xml").iter("testcase"):
+            if case.attrib["name"].startswith("test_relation"):
+                continue
             name = case.attrib["name"].removeprefix("test_engine[").removesuffix("]")
             properties = {p.attrib["name"]: p.attrib["value"] for p in case.iter("property")}
             document = json.loads(Path(properties["parity_report"]).read_text(encoding="utf-8"))
             jsonschema.validate(document, SCHEMA)
             found[name] = document
         return found
+
+    def relations(self, does: str) -> dict[str, Any]:
+        """The report of relations on an engine, valid."""
+        path = self.reports / does / "conformance.json"
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        jsonschema.validate(document, SCHEMA_OF_RELATIONS)
+        return document
 
 
 def shared_memory() -> set[str]:
@@ -173,7 +203,10 @@ def project(tmp_path: Path) -> Iterator[Project]:
     }
     engines["hang for good"] = "hang-native,at=2", 3600
     (tmp_path / "test_engines.py").write_text(
-        TESTS.format(engines=engines, prompts=PROMPTS, tokens=TOKENS), encoding="utf-8"
+        TESTS.format(
+            engines=engines, prompts=PROMPTS, tokens=TOKENS, relations=RELATIONS, reports=tmp_path / "kept"
+        ),
+        encoding="utf-8",
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     environment = {
@@ -222,10 +255,18 @@ def test_each_engine_has_its_verdict_and_nothing_of_it_is_left(project: Project)
                 assert prompt["candidate_ids"] == list(DECODER.greedy(ids, failure["step"] or 0)), name
     assert documents["NaN"]["prompts"][0]["first_divergence"]["index"] == 2
     assert "NaN" in documents["NaN"]["prompts"][0]["first_divergence"]["evidence"]
+    for does, relation in RELATIONS.values():
+        document = project.relations(does)
+        assert (document["verdict"], document["exit_code"]) == ("broken", 1), does
+        assert document["engine"]["process"] == "isolated"
+        broken = [each["name"] for each in document["relations"] if each["outcome"] == "broken"]
+        assert (len(document["relations"]), broken) == (2, [relation])
+    assert f"{len(ENGINES) - 1 + len(RELATIONS)} failed" in out
 
     assert project.processes() == []
     assert list(project.temporary.iterdir()) == []
-    assert {path.name for path in project.reports.rglob("*") if path.is_file()} == {"parity.json"}
+    kept = {path.name for path in project.reports.rglob("*") if path.is_file()}
+    assert kept == {"parity.json", "conformance.json"}
     assert shared_memory() <= shared
 
 
