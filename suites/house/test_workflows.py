@@ -189,3 +189,12 @@ def test_the_gpu_lane_shows_the_table_of_verdicts(tmp_path: Path) -> None:
         "== 1 passed in 2s ==",
         "```",
     ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs bash")
+def test_the_gpu_lane_says_where_there_is_no_table(tmp_path: Path) -> None:
+    """What could not be installed leaves no log: that the step before failed is enough."""
+    (step,) = steps_that_run(dict(jobs(GPU))["built-in"], "GITHUB_STEP_SUMMARY")
+    assert script(tmp_path, step["run"]).returncode == 0
+    summary = (tmp_path / "GITHUB_STEP_SUMMARY").read_text(encoding="utf-8")
+    assert summary.splitlines() == ["```", "No test ran.", "```"]
