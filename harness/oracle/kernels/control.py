@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.kernels.registry import kernel
+from harness.oracle.kernels.tensor import number_of
 from harness.oracle.node import Compute, Node, Tensor
 
 
@@ -24,7 +25,7 @@ def _if(node: Node) -> Compute:
         spans[name] = slice(start, start := start + branches[name].capture_count)
 
     def run(condition: Tensor, *captured: Any) -> tuple[Any, ...]:
-        name = "then_branch" if np.all(condition) else "else_branch"
+        name = "then_branch" if number_of(condition) else "else_branch"
         return tuple(branches[name](*captured[spans[name]]))
 
     return run
@@ -43,8 +44,8 @@ def _loop(node: Node) -> Compute:
 
     def run(limit: Any, condition: Any, *rest: Any) -> tuple[Any, ...]:
         states, captured = list(rest[:states_count]), rest[states_count:]
-        count = None if limit is None else int(np.asarray(limit).reshape(()))
-        going = condition is None or bool(np.all(condition))
+        count = None if limit is None else int(number_of(limit))
+        going = condition is None or bool(number_of(condition))
         items: list[list[Any]] = [[] for _ in blanks]
         iteration = 0
         while going and (count is None or iteration < count):
@@ -52,7 +53,7 @@ def _loop(node: Node) -> Compute:
             states = results[:states_count]
             for collected, item in zip(items, results[states_count:], strict=True):
                 collected.append(item)
-            going = bool(np.all(go_on))
+            going = bool(number_of(go_on))
             iteration += 1
         stacks = [_stacked(item, blank) for item, blank in zip(items, blanks, strict=True)]
         return (*states, *stacks)

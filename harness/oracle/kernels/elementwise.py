@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.kernels.registry import Kernel, always, kernel, register
+from harness.oracle.kernels.tensor import number_of
 from harness.oracle.node import Compute, Node, Tensor
 
 __all__ = ["erf", "gelu", "gelu_tanh", "sigmoid", "silu", "softplus"]
@@ -199,8 +200,8 @@ def _clip(node: Node) -> Compute:
 
     def run(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
         if low is not None:
-            x = np.maximum(x, low)
-        return x if high is None else np.minimum(x, high)
+            x = np.maximum(x, number_of(low))
+        return x if high is None else np.minimum(x, number_of(high))
 
     return run
 

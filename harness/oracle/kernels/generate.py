@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.kernels.registry import kernel
+from harness.oracle.kernels.tensor import number_of
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
 
@@ -35,7 +36,7 @@ def _constant_of_shape(node: Node) -> Compute:
     """A tensor of the given shape filled with `value` (float32 zero by default)."""
     given = node.tensor("value")
     fill = np.zeros(1, np.float32) if given is None else given
-    fill = node.precision.widen(np.asarray(fill).reshape(()))
+    fill = node.precision.widen(number_of(fill))
     return lambda shape: np.full(shape.tolist(), fill)
 
 
@@ -45,7 +46,7 @@ def _range(node: Node) -> Compute:
 
     def run(start: Any, limit: Any, delta: Any) -> Tensor:
         dtype = start.dtype
-        start, limit, delta = (np.asarray(value).reshape(()).item() for value in (start, limit, delta))
+        start, limit, delta = (number_of(value).item() for value in (start, limit, delta))
         if dtype.kind in "iu":
             return np.arange(start, limit, delta, dtype=dtype)
         count = max(0, int(np.ceil((limit - start) / delta)))

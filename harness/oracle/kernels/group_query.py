@@ -12,6 +12,7 @@ from harness.oracle.kernels.kv_cache import cache_codec, grown, windowed
 from harness.oracle.kernels.normalisation import rms
 from harness.oracle.kernels.registry import CONTRIB, kernel
 from harness.oracle.kernels.rotary import rotate
+from harness.oracle.kernels.tensor import number_of
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
 
@@ -72,7 +73,7 @@ def _group_query_attention(node: Node) -> Compute:
             width = query.shape[-1] // (heads + 2 * kv_heads)
             query, key, value = np.split(query, [heads * width, (heads + kv_heads) * width], axis=-1)
         q, k, v = split_heads(query, heads), split_heads(key, kv_heads), split_heads(value, kv_heads)
-        count, total = q.shape[2], int(np.asarray(total_length).reshape(()))
+        count, total = q.shape[2], int(number_of(total_length))
         lengths = last.reshape(-1).astype(np.int64) + 1
         starts = np.zeros_like(lengths) if count == total else lengths - count
         tables = None

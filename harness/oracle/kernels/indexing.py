@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.kernels.registry import kernel
+from harness.oracle.kernels.tensor import number_of
 from harness.oracle.node import Compute, Node, Tensor, UnsupportedFeatureError
 
 _SCATTER: dict[str, Callable[..., None]] = {
@@ -151,7 +152,7 @@ def _one_hot(node: Node) -> Compute:
     axis = node.integer("axis", -1)
 
     def run(indices: Tensor, depth: Tensor, values: Tensor) -> Tensor:
-        count = int(np.asarray(depth).reshape(()))
+        count = int(number_of(depth))
         position = axis + indices.ndim + 1 if axis < 0 else axis
         wanted = np.expand_dims(np.where(indices < 0, indices + count, indices), position)
         steps = np.arange(count).reshape((-1,) + (1,) * (indices.ndim - position))

@@ -15,7 +15,7 @@ import numpy as np
 from harness.oracle.kernels.registry import kernel
 from harness.oracle.node import Compute, Node, Tensor
 
-__all__ = ["axes_of"]
+__all__ = ["axes_of", "number_of"]
 
 _TYPES_ONLY = (19, 21, 23, 24, 25)
 """Opsets in which shape operators changed by nothing but the types that they take."""
@@ -24,6 +24,21 @@ _TYPES_ONLY = (19, 21, 23, 24, 25)
 def axes_of(value: Any) -> tuple[int, ...]:
     """A tensor of axes as a tuple of Python integers."""
     return tuple(int(axis) for axis in np.asarray(value).ravel())
+
+
+def number_of(value: Any) -> Tensor:
+    """The only element of an input that stands for a number, as an array of no axes.
+
+    Specifications ask for a scalar here and for a vector of one element there, and runtimes take both for
+    either.
+
+    Raises:
+        ValueError: it has none, or several.
+    """
+    array = np.asarray(value)
+    if array.size != 1:
+        raise ValueError(f"one number is due, and a tensor of shape {list(array.shape)} is given")
+    return array.reshape(())
 
 
 @kernel("Identity", (1, 13, 14, 16, *_TYPES_ONLY), moves=True)
@@ -201,7 +216,10 @@ def _split(node: Node) -> Compute:
 
 @kernel("Slice", (10, 11, 13), moves=True)
 def _slice(node: Node) -> Compute:
-    """`x[start:end:step]` along each given axis; bounds are clamped, negative ones count from the end."""
+    """`x[start:end:step]` along each given axis; negative bounds count from the end, then all are clamped.
+
+    To [0, extent] where the step is positive, else start to [0, extent - 1] and end to [-1, extent - 1].
+    """
     given = [node.constant(index) for index in range(1, 5)]
     if all(value is not None or not node.has_input(index) for index, value in enumerate(given, 1)):
         starts, ends, axes, steps = (None if value is None else axes_of(value) for value in given)
@@ -247,18 +265,19 @@ def _one_slice(axis: int, item: slice) -> tuple[Any, ...]:
 
 
 def _slice_index(x: Tensor, plan: list[tuple[int, slice]]) -> tuple[slice, ...]:
-    """The index for numpy.
-
-    Numpy takes negative bounds and clamps as ONNX does, but for an end before the first element in a
-    backward slice, which numpy spells None.
-    """
+    """The index for numpy, which takes forward slices as ONNX does, but clamps backward ones otherwise."""
     index = [slice(None)] * x.ndim
     for axis, item in plan:
-        if item.step < 0 and item.stop < -x.shape[axis]:
-            index[axis] = slice(item.start, None, item.step)
-        else:
-            index[axis] = item
+        index[axis] = item if item.step > 0 else _backward(item, x.shape[axis])
     return tuple(index)
+
+
+def _backward(item: slice, extent: int) -> slice:
+    """A slice of negative step over `extent` elements, its bounds clamped; those of no elements are none."""
+    start, end = (bound + extent if bound < 0 else bound for bound in (item.start, item.stop))
+    end = min(max(end, -1), extent - 1)
+    # An end before the first element is None to numpy, as -1 counts from the end.
+    return slice(min(max(start, 0), extent - 1) if extent else 0, None if end < 0 else end, item.step)
 
 
 @kernel("Pad", (11, 13, 18, 19, 21, 23, 24, 25))
@@ -279,7 +298,7 @@ def _pad(node: Node) -> Compute:
         cropped = x[tuple(slice(max(0, -before), size - max(0, -after)) for (before, after), size in bounds)]
         widths = [(max(0, before), max(0, after)) for before, after in widths]
         if mode == "constant":
-            fill = 0 if value is None else np.asarray(value).reshape(())
+            fill = 0 if value is None else number_of(value)
             return np.pad(cropped, widths, constant_values=fill)
         return np.pad(cropped, widths, mode=mode)
 
@@ -292,6 +311,6 @@ def _trilu(node: Node) -> Compute:
     keep = np.triu if node.integer("upper", 1) else np.tril
 
     def run(x: Tensor, k: Tensor | None = None) -> Tensor:
-        return keep(x, 0 if k is None else int(k))
+        return keep(x, 0 if k is None else int(number_of(k)))
 
     return run
