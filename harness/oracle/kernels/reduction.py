@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from harness.oracle.kernels.registry import Kernel, kernel, register
-from harness.oracle.kernels.tensor import axes_of
+from harness.oracle.kernels.tensor import axes_of, number_of
 from harness.oracle.node import Compute, Node, Tensor
 
 __all__ = ["softmax"]
@@ -18,10 +19,15 @@ Reduction = Callable[[Any, Any, bool], Any]
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """exp(x - max) / sum(exp(x - max)) along `axis`."""
-    exponentials = np.exp(x - np.maximum.reduce(x, axis=axis, keepdims=True))
+    """exp(x - max) / sum(exp(x - max)) along `axis`, which may have no elements."""
+    exponentials = np.exp(x - _top(x, axis))
     exponentials /= np.add.reduce(exponentials, axis=axis, keepdims=True)
     return exponentials
+
+
+def _top(x: Tensor, axis: Any) -> Tensor:
+    """The largest along `axis`, which is kept with extent 1; minus infinity of none."""
+    return np.maximum.reduce(x, axis=axis, keepdims=True, initial=-np.inf)
 
 
 _add_reduce: Any = np.add.reduce
@@ -40,17 +46,45 @@ def _sum_square(x: Tensor, axes: Any, keepdims: bool) -> Tensor:
 
 
 def _mean(x: Tensor, axes: Any, keepdims: bool) -> Any:
-    return np.mean(x, axis=axes, keepdims=keepdims, dtype=x.dtype if x.dtype.kind == "f" else None)
+    """The mean; of integers rounded towards zero, and exact however large their sum is."""
+    total = _sum(x, axes, keepdims)
+    count = x.size // max(1, total.size)
+    if x.dtype.kind == "f":
+        return total / count
+    if not x.size:
+        if total.size:
+            raise ValueError("the mean of no integers is not defined")
+        return total
+    wide = np.int64 if x.dtype.kind == "i" else np.uint64
+    # Whole parts and remainders by themselves, which do not overflow as the sum may.
+    whole, rest = (_sum(part, axes, keepdims) for part in np.divmod(x.astype(wide), wide(count)))
+    mean, rest = whole + rest // wide(count), rest % wide(count)
+    return (mean + ((mean < 0) & (rest != 0))).astype(x.dtype)
+
+
+def _log_sum(x: Tensor, axes: Any, keepdims: bool) -> Any:
+    return np.log(_sum(x, axes, keepdims))
 
 
 def _log_sum_exp(x: Tensor, axes: Any, keepdims: bool) -> Any:
     """log(sum(exp(x))), shifted by the largest element so that nothing overflows."""
     if not x.size:
-        return np.log(_sum(x, axes, keepdims))
+        return _log_sum(x, axes, keepdims)
     top = np.max(x, axis=axes, keepdims=True)
     top = np.where(np.isfinite(top), top, x.dtype.type(0))
     result = np.log(_sum(np.exp(x - top), axes, True)) + top
     return result if keepdims else np.squeeze(result, axis=axes)
+
+
+def _rounded(reduce: Reduction) -> Reduction:
+    """A reduction of floats; of integers computed in float64, and rounded towards zero at the end."""
+
+    def run(x: Tensor, axes: Any, keepdims: bool) -> Any:
+        if x.dtype.kind == "f":
+            return reduce(x, axes, keepdims)
+        return reduce(x.astype(np.float64), axes, keepdims).astype(x.dtype)
+
+    return run
 
 
 def _extreme(reduce: Callable[..., Any], *, least: bool) -> Reduction:
@@ -73,8 +107,8 @@ def _extreme(reduce: Callable[..., Any], *, least: bool) -> Reduction:
 _REDUCTIONS: dict[str, tuple[Reduction, tuple[int, ...]]] = {
     "ReduceL1": (lambda x, axes, keep: _sum(np.abs(x), axes, keep), (11, 13, 18)),
     "ReduceL2": (lambda x, axes, keep: np.sqrt(_sum_square(x, axes, keep)).astype(x.dtype), (11, 13, 18)),
-    "ReduceLogSum": (lambda x, axes, keep: np.log(_sum(x, axes, keep)), (11, 13, 18, 28)),
-    "ReduceLogSumExp": (_log_sum_exp, (11, 13, 18, 28)),
+    "ReduceLogSum": (_rounded(_log_sum), (11, 13, 18, 28)),
+    "ReduceLogSumExp": (_rounded(_log_sum_exp), (11, 13, 18, 28)),
     "ReduceMax": (_extreme(np.max, least=False), (11, 12, 13, 18, 20)),
     "ReduceMean": (_mean, (11, 13, 18)),
     "ReduceMin": (_extreme(np.min, least=True), (11, 12, 13, 18, 20)),
@@ -144,7 +178,7 @@ def _running(accumulate: Callable[..., Any], neutral: int) -> Callable[[Node], C
         exclusive, reverse = node.integer("exclusive", 0), node.integer("reverse", 0)
 
         def run(x: Tensor, axis_input: Any) -> Tensor:
-            axis = int(np.asarray(axis_input).reshape(()))
+            axis = int(number_of(axis_input))
             x = np.flip(x, axis) if reverse else x
             if exclusive:
                 head = np.moveaxis(x, axis, 0)
@@ -175,7 +209,7 @@ def _log_softmax(node: Node) -> Compute:
     axis = node.integer("axis", -1)
 
     def run(x: Tensor) -> Tensor:
-        shifted = x - np.max(x, axis=axis, keepdims=True)
+        shifted = x - _top(x, axis)
         return shifted - np.log(np.sum(np.exp(shifted), axis=axis, keepdims=True))
 
     return run
@@ -187,6 +221,8 @@ def _hardmax(node: Node) -> Compute:
     axis = node.integer("axis", -1)
 
     def run(x: Tensor) -> Tensor:
+        if not x.size:
+            return x
         steps = np.arange(x.shape[axis]).reshape((-1,) + (1,) * (x.ndim - 1 - axis % x.ndim))
         return (steps == np.argmax(x, axis=axis, keepdims=True)).astype(x.dtype)
 
@@ -202,7 +238,7 @@ def _coerced(bind: Callable[[Node], Compute]) -> Callable[[Node], Compute]:
 
         def run(x: Tensor) -> Any:
             split = axis % x.ndim
-            rows = x.reshape(int(np.prod(x.shape[:split], dtype=np.int64)), -1)
+            rows = x.reshape(math.prod(x.shape[:split]), math.prod(x.shape[split:]))
             return along_rows(rows).reshape(x.shape)
 
         return run
@@ -225,7 +261,7 @@ def _top_k(node: Node) -> Compute:
     axis, largest = node.integer("axis", -1), bool(node.integer("largest", 1))
 
     def run(x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        count = int(np.asarray(k).reshape(()))
+        count = int(number_of(k))
         if largest:
             # Sorting the reversed array and reading it backwards keeps equal elements in order.
             order = np.flip(x.shape[axis] - 1 - np.argsort(np.flip(x, axis), axis=axis, kind="stable"), axis)
