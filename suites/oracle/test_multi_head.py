@@ -89,6 +89,42 @@ def test_multi_head_attention(
     against_ort("MultiHeadAttention", inputs, outputs=outputs, num_heads=HEADS, **case)
 
 
+@pytest.mark.parametrize("past", [0, 2])
+@pytest.mark.parametrize("keys", [1, 3, 5])
+@pytest.mark.parametrize("new", [1, 2, 3, 6])
+def test_unequal_counts_of_queries_and_keys_are_causal_from_the_first_key_on(
+    new: int, keys: int, past: int, against_ort: Callable[..., None], seeded: np.random.RandomState
+) -> None:
+    """Query i sees keys up to P + i, and the last one all of them, as in ONNX Runtime's CPU kernel.
+
+    Its documentation says that a token attends to earlier ones only, and not where tokens stand.
+    """
+    inputs = [floats(seeded, 2, count, HEADS * WIDTH) for count in (new, keys, keys)]
+    if past:
+        inputs += [None, None, None, *(floats(seeded, 2, HEADS, past, WIDTH) for _ in range(2))]
+    against_ort("MultiHeadAttention", inputs, outputs=3 if past else 1, num_heads=HEADS, unidirectional=1)
+
+
+@pytest.mark.parametrize(("new", "keys"), [(0, 2), (2, 0), (0, 0)])
+@pytest.mark.parametrize("past", [0, 2])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_without_queries_or_keys(
+    new: int,
+    keys: int,
+    past: int,
+    causal: int,
+    against_ort: Callable[..., None],
+    seeded: np.random.RandomState,
+) -> None:
+    """No query gives nothing, and a query that has no key zeros."""
+    inputs = [floats(seeded, 2, count, HEADS * WIDTH) for count in (new, keys, keys)]
+    if past:
+        inputs += [None, None, None, *(floats(seeded, 2, HEADS, past, WIDTH) for _ in range(2))]
+    against_ort(
+        "MultiHeadAttention", inputs, outputs=3 if past else 1, num_heads=HEADS, unidirectional=causal
+    )
+
+
 def test_the_fourth_output_is_the_masked_scores(
     tmp_path: Path, save_one_node: Callable[..., Path], seeded: np.random.RandomState
 ) -> None:
@@ -167,6 +203,31 @@ def test_attention_behind_its_own_projection(
     if value_width != WIDTH:
         case["qkv_hidden_sizes"] = [HEADS * WIDTH, HEADS * WIDTH, HEADS * value_width]
     against_ort("Attention", inputs, constants=(1, 2), outputs=2 if past else 1, num_heads=HEADS, **case)
+
+
+@pytest.mark.parametrize("value_width", [2, 12])
+@pytest.mark.parametrize("case", ["present", "past"])
+def test_one_cache_of_unequal_keys_and_values_is_refused(
+    case: str, value_width: int, tmp_path: Path, save_one_node: Callable[..., Path]
+) -> None:
+    """Before anything runs: past and present have one width for keys and values."""
+    columns = HEADS * (2 * WIDTH + value_width)
+    x, weight, b = (np.zeros(shape, np.float32) for shape in ((1, 3, 20), (20, columns), columns))
+    inputs = [x, weight, b] + (
+        [None, np.zeros((2, 1, HEADS, 2, WIDTH), np.float32)] if case == "past" else []
+    )
+    path = save_one_node(
+        tmp_path / "m.onnx",
+        "Attention",
+        inputs,
+        outputs=2 if case == "present" else 1,
+        domain="com.microsoft",
+        num_heads=HEADS,
+        qkv_hidden_sizes=[HEADS * WIDTH, HEADS * WIDTH, HEADS * value_width],
+    )
+    with pytest.raises(EngineFailedError, match="one cache of keys and values that differ in width") as error:
+        OracleModel.load(path)
+    assert error.value.kind == "unsupported"
 
 
 @pytest.mark.parametrize("step", [1, 2, 5])

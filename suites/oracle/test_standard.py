@@ -188,6 +188,27 @@ def test_attention(
     np.testing.assert_array_equal(got[2], values)
 
 
+@pytest.mark.parametrize("counts", [(2, 0, 0), (0, 2, 0), (2, 0, 3), (0, 0, 3), (0, 0, 0)])
+@pytest.mark.parametrize("rank", [3, 4])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_attention_without_queries_or_keys(
+    causal: int, rank: int, counts: tuple[int, int, int], run_node: Callable[..., list[np.ndarray]]
+) -> None:
+    """No query gives nothing; a query without any key gives zeros, as one whose keys are all masked does."""
+    new, keys, past = counts
+    shapes = [(1, 4, new, 8), (1, 2, keys, 8), (1, 2, keys, 6)]
+    given = [np.ones(shape, np.float32) for shape in shapes]
+    options: dict[str, Any] = {"is_causal": causal}
+    if rank == 3:
+        given = [x.swapaxes(1, 2).reshape(1, x.shape[2], x.shape[1] * x.shape[3]) for x in given]
+        options |= {"q_num_heads": 4, "kv_num_heads": 2}
+    caches = [np.ones((1, 2, past, width), np.float32) for width in (8, 6)]
+    y, *present = run_node("Attention", [*given, None, *caches], outputs=3, **options)
+    assert y.shape == ((1, 4, new, 6) if rank == 4 else (1, new, 24))
+    np.testing.assert_array_equal(y, 1 if keys + past else 0)
+    assert [x.shape for x in present] == [(1, 2, keys + past, width) for width in (8, 6)]
+
+
 @pytest.mark.parametrize(
     ("shape", "target", "expected"),
     [

@@ -25,14 +25,14 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 def merge_heads(x: Tensor) -> Tensor:
     """[B, heads, S, D] to [B, S, heads*D]."""
-    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
+    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], x.shape[1] * x.shape[3])
 
 
 def scores(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
     """`q k^T scale`: [B, H, S, D] and [B, N, T, D] to [B, H, S, T], without repeating k."""
     batch, heads, count, width = q.shape
-    grouped = (q * scale).reshape(batch, k.shape[1], -1, width)
-    return np.matmul(grouped, k.swapaxes(-1, -2)).reshape(batch, heads, count, -1)
+    grouped = (q * scale).reshape(batch, k.shape[1], heads // k.shape[1] * count, width)
+    return np.matmul(grouped, k.swapaxes(-1, -2)).reshape(batch, heads, count, k.shape[2])
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
@@ -82,7 +82,7 @@ def weigh(
             x = np.where(hidden, x.dtype.type(-np.inf), x)
     if allowed is not None:
         x = np.where(allowed, x, x.dtype.type(-np.inf))
-    top = np.maximum.reduce(x, axis=-1, keepdims=True)
+    top = np.maximum.reduce(x, axis=-1, keepdims=True, initial=-np.inf)
     if sink is not None:
         top = np.maximum(top, sink)
     top = np.where(top == -np.inf, x.dtype.type(0), top)
@@ -97,8 +97,8 @@ def weigh(
 def combine(weights: Tensor, v: Tensor) -> Tensor:
     """Weighted values: [B, H, S, T] and [B, N, T, E] to [B, H, S, E], without repeating v."""
     batch, heads, count, keys = weights.shape
-    grouped = weights.reshape(batch, v.shape[1], -1, keys)
-    return np.matmul(grouped, v).reshape(batch, heads, count, -1)
+    grouped = weights.reshape(batch, v.shape[1], heads // v.shape[1] * count, keys)
+    return np.matmul(grouped, v).reshape(batch, heads, count, v.shape[3])
 
 
 @kernel("Attention", (23, 24, 25))

@@ -44,18 +44,24 @@ def _attend(
     scale: float,
     mask: Tensor | None,
     bias: Tensor | None,
-    causal: bool,
+    past: int | None,
     fill: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, H, S, D] over k [B, H, T, D], v [B, H, T, E]: output [B, S, H*E], masked scores."""
+    """Attention of q [B, H, S, D] over k [B, H, T, D], v [B, H, T, E]: output [B, S, H*E], masked scores.
+
+    With `past`, the number P of past keys, it is causal: query i sees keys up to P + i, and the last one all,
+    as with ONNX Runtime's CPU kernel. The two differ where queries and new keys are not as many, which the
+    operator's documentation leaves open.
+    """
     count, total = q.shape[2], k.shape[2]
     x = scores(q, k, scale=scale or 1 / math.sqrt(q.shape[-1]))
     if mask is not None:
         x = x + np.where(_key_mask(mask, len(q), total), x.dtype.type(0), x.dtype.type(fill))
     if bias is not None:
         x = x + bias
-    if causal:
-        seen = np.tri(count, total, total - count, dtype=bool)
+    if past is not None:
+        seen = np.tri(count, total, past, dtype=bool)
+        seen[-1:] = True
         x = x + np.where(seen, x.dtype.type(0), x.dtype.type(_LOWEST))
     return merge_heads(combine(weigh(x), v)), x
 
@@ -67,8 +73,8 @@ def _multi_head_attention(node: Node) -> Compute:
     query [B, S, H*D] with key [B, L, H*D] and value [B, L, H*E], or with both [B, H, L, ..] (cross attention:
     already projected), or all packed in query [B, S, H, 3, D], or key and value in key [B, L, H, 2, D];
     bias [2 H D + H E] is added to the projections (not to those of rank 4); key_padding_mask as in
-    `_key_mask`; attention_bias broadcasts to [B, H, S, T]; past [B, H, P, ..]. `unidirectional`: query i
-    sees keys up to P + i. Outputs: [B, S, H*E], present key and value, and the masked scores [B, H, S, T].
+    `_key_mask`; attention_bias broadcasts to [B, H, S, T]; past [B, H, P, ..]. `unidirectional` as in
+    `_attend`. Outputs: [B, S, H*E], present key and value, and the masked scores [B, H, S, T].
     Source: com.microsoft version 1.
     """
     heads, scale = node.integer("num_heads"), node.number("scale", 0.0)
@@ -102,9 +108,12 @@ def _multi_head_attention(node: Node) -> Compute:
             parts = [part.reshape(heads, 1, -1) for part in np.split(bias, [width, 2 * width])]
             q = q + parts[0]
             k, v = (k + parts[1], v + parts[2]) if projected else (k, v)
+        past = 0
         if past_key is not None and past_value is not None:
+            past = past_key.shape[2]
             k, v = np.concatenate((past_key, k), axis=2), np.concatenate((past_value, v), axis=2)
-        y, masked = _attend(q, k, v, scale=scale, mask=mask, bias=attention_bias, causal=causal, fill=fill)
+        seen = past if causal else None
+        y, masked = _attend(q, k, v, scale=scale, mask=mask, bias=attention_bias, past=seen, fill=fill)
         return y, k, v, masked
 
     return run
@@ -116,7 +125,8 @@ def _packed_attention(node: Node) -> Compute:
 
     x [B, S, C], W [C, 2 H D + H E], b [2 H D + H E]; mask as in `_key_mask`; past and present
     [2, B, H, .., D], keys first; attention_bias broadcasts to [B, H, S, T]. `qkv_hidden_sizes` is
-    (H D, H D, H E) where E differs from D. Source: com.microsoft version 1.
+    (H D, H D, H E) where E differs from D, and there is then neither past nor present.
+    Source: com.microsoft version 1.
     """
     heads, scale = node.integer("num_heads"), node.number("scale", 0.0)
     causal, fill = node.flag("unidirectional"), node.number("mask_filter_value", -10000.0)
@@ -125,6 +135,9 @@ def _packed_attention(node: Node) -> Compute:
         raise UnsupportedFeatureError("do_rotary")
     if node.integer("past_present_share_buffer", 0):
         raise UnsupportedFeatureError("past_present_share_buffer")
+    unequal = sizes is not None and sizes[1] != sizes[2]
+    if unequal and (node.has_input(4) or node.wants(1)):
+        raise UnsupportedFeatureError(f"one cache of keys and values that differ in width ({sizes})")
 
     def run(
         x: Tensor,
@@ -135,6 +148,7 @@ def _packed_attention(node: Node) -> Compute:
         attention_bias: Tensor | None = None,
         _past_length: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
+        seen = None if not causal else 0 if past is None else past.shape[3]
         merged = np.matmul(x, weight)
         if b is not None:
             merged = merged + b
@@ -142,7 +156,7 @@ def _packed_attention(node: Node) -> Compute:
         q, k, v = (split_heads(part, heads) for part in np.split(merged, [width, 2 * width], axis=-1))
         if past is not None:
             k, v = np.concatenate((past[0], k), axis=2), np.concatenate((past[1], v), axis=2)
-        y, _ = _attend(q, k, v, scale=scale, mask=mask, bias=attention_bias, causal=causal, fill=fill)
-        return y, np.stack((k, v)) if k.shape == v.shape else None
+        y, _ = _attend(q, k, v, scale=scale, mask=mask, bias=attention_bias, past=seen, fill=fill)
+        return y, None if unequal else np.stack((k, v))
 
     return run
