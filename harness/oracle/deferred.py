@@ -33,11 +33,20 @@ class TailStep:
         compute: of the product's output, and for a reshape the new shape.
         label: for messages.
         shape: slot of the new shape; None for elementwise steps.
+        rank: the least rank of an elementwise step's output: that of a constant [1, 1, 1] is three.
     """
 
     compute: Compute
     label: str
     shape: int | None = None
+    rank: int = 0
+
+    def whole(self, x: Tensor, shape: Tensor | None = None) -> Tensor:
+        """The step's output for all of what it reads, and for a reshape the new shape."""
+        if self.shape is not None:
+            return self.compute(x, shape)
+        y = self.compute(x)
+        return y.reshape((1,) * (self.rank - y.ndim) + y.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +103,16 @@ def _elementwise(step: Step, body: Body) -> tuple[int, TailStep] | None:
     if len(variable) != 1 or any(value.size != 1 for value in numbers.values() if value is not None):
         return None
     (slot,) = variable
+    # Without axes, so that no part of the output gets axes of theirs.
+    given = [None if value is None else value.reshape(()) for value in map(numbers.get, step.inputs)]
+    rank = max((value.ndim for value in numbers.values() if value is not None), default=0)
 
     def compute(x: Tensor) -> Any:
-        return step.compute(*[x if given == slot else numbers.get(given) for given in step.inputs])
+        return step.compute(
+            *[x if source == slot else value for source, value in zip(step.inputs, given, strict=True)]
+        )
 
-    return slot, TailStep(compute, step.label)
+    return slot, TailStep(compute, step.label, rank=rank)
 
 
 def _op_type(step: Step) -> str:
@@ -115,6 +129,7 @@ class DeferredOutput:
         shapes: of the tail's reshapes, in order.
         setting: the context that the model computes in.
         shape: of the whole output.
+        dtype: of the whole output.
     """
 
     product: Deferred
@@ -122,6 +137,7 @@ class DeferredOutput:
     shapes: tuple[Tensor, ...]
     setting: Callable[[], AbstractContextManager[object]]
     shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
     @classmethod
     def of(
@@ -134,21 +150,21 @@ class DeferredOutput:
         """
         count = len(tail.inputs)
         shapes = tuple(values[count:])
-        with setting(), _naming(tail.label):
-            product = tail.head.later(*values[:count])
-        # An array of one number in all places has any shape without taking memory.
-        blank, waiting = np.broadcast_to(np.zeros((), product.dtype), product.shape), list(shapes)
-        for step in tail.steps:
-            if step.shape is not None:
+        waiting = list(shapes)
+        with setting():
+            with _naming(tail.label):
+                product = tail.head.later(*values[:count])
+            # An array of one number in all places has any shape without taking memory.
+            blank = np.broadcast_to(np.zeros((), product.dtype), product.shape)
+            for step in tail.steps:
                 with _naming(step.label):
-                    blank = step.compute(blank, waiting.pop(0))
-        output = cls(product, tail, shapes, setting, blank.shape)
+                    if step.shape is not None:
+                        blank = step.whole(blank, waiting.pop(0))
+                    else:
+                        one = step.whole(np.zeros((1,) * blank.ndim, blank.dtype))
+                        blank = np.broadcast_to(one, (1,) * (one.ndim - blank.ndim) + blank.shape)
+        output = cls(product, tail, shapes, setting, blank.shape, blank.dtype)
         return output if blank.shape[-1:] == product.shape[-1:] else output.whole()
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the whole output."""
-        return self.product.dtype
 
     def columns(self, start: int, stop: int, positions: Sequence[int] | None = None) -> Tensor:
         """Entries `start` to `stop` of the last axis, [positions, stop - start].
@@ -179,7 +195,7 @@ class DeferredOutput:
                 y = self.product.whole()
             for step in self.tail.steps:
                 with _naming(step.label):
-                    y = step.compute(y) if step.shape is None else step.compute(y, shapes.pop(0))
+                    y = step.whole(y) if step.shape is None else step.whole(y, shapes.pop(0))
             return y
 
 
