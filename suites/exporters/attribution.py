@@ -1,8 +1,8 @@
 """Whose fault a row of the matrix is: by rule where the witnesses settle it, else by what was looked into.
 
-Three witnesses decide a decode: source model, oracle on the graph, runtime on the graph. Oracle against
-runtime names the runtime, source against oracle the exporter. What never came so far is attributed by where
-it ended, and `findings.toml` has, with its reason, each case that somebody looked into.
+Three witnesses decide a decode: source model, oracle on the graph, runtime on the graph, by the rules of
+`harness.parity.attribution`. What never came so far is attributed by where it ended, and `findings.toml`
+has, with its reason, each case that somebody looked into.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["attribute"]
-
-_ROUNDING = 2e-5
-"""What float32 may make of logits, in parts of the largest: 170 times its spacing."""
 
 
 def attribute(row: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -38,7 +35,7 @@ def attribute(row: Mapping[str, Any]) -> tuple[str | None, str]:
 
 def _failure(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """What failed first, with the blame that goes by where it failed; None where nothing did."""
-    for judge in (_build, _topology, _decode, _source, _configuration, _layers, _peer):
+    for judge in (_build, _topology, _decode, _tokens, _configuration, _layers, _peer):
         found = judge(row)
         if found is not None:
             return found
@@ -61,39 +58,42 @@ def _topology(row: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def _decode(row: Mapping[str, Any]) -> tuple[str, str] | None:
     decode = row["decode"]
-    verdict, failure, parted = decode["verdict"], decode["failure"], decode["first_divergence"]
-    if verdict == "identical":
-        return None
+    verdict, failure = decode["verdict"], decode["failure"]
     if verdict in {"crashed", "timeout", "unsupported"}:
         return "runtime", f"{verdict}: {failure['message'] if failure else decode['error']}"
-    if verdict == "divergent" and row["precision"] != "fp32":
-        return None  # the verdict stands in the row: what rounds to fp16 or int8 is measured, not blamed
-    if parted is not None:
-        shown = (
+    if verdict != "identical" and decode["first_divergence"] is None:
+        return "us", f"{verdict or 'no verdict'}: {decode['error']}"
+    return None
+
+
+def _tokens(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What rounds to fp16 or int8 is measured, and not blamed: there the verdict stands in the row."""
+    decode, source = row["decode"], row["source"]
+    parted, verdict = decode["first_divergence"], decode["verdict"]
+    if row["precision"] != "fp32" and verdict == "divergent":
+        return None
+    judged = source is not None and source["judged"]
+    differs = source["first_difference"] if judged else None
+    blame = source["attribution"] if judged else None
+    if blame is None and parted is not None:
+        blame = "runtime"
+    if parted is not None and (blame == "runtime" or differs is None):
+        return blame, (
             f"{verdict} at {parted['index']}: oracle {parted['oracle_token']}, "
             f"runtime {parted['candidate_token']}, margin {parted['oracle_margin']:.2g}"
         )
-        return "runtime", shown
-    return "us", f"{verdict or 'no verdict'}: {decode['error']}"
+    return None if differs is None else (blame or "unknown", _source_evidence(differs, blame))
 
 
-def _source(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    source = row["source"]
-    if source is None or source["agrees"] or not source["judged"]:
-        return None
-    parted = source["first_difference"]
+def _source_evidence(parted: Mapping[str, Any], blame: str | None) -> str:
     margin = parted["source_margin"]
-    if margin is not None and margin < _ROUNDING * parted["source_logit"]:
-        return (
-            "unknown",
-            f"token {parted['index']}: the source model puts both within {margin:.1g} of each other",
-        )
+    if blame is None:
+        return f"token {parted['index']}: the source model puts both within {margin:.1g} of each other"
     behind = "is not among its five largest" if margin is None else f"is {margin:.2g} behind"
-    shown = (
+    return (
         f"token {parted['index']} of prompt {parted['prompt'] + 1}: source model {parted['source_token']}, "
         f"oracle and runtime {parted['oracle_token']}, which {behind}"
     )
-    return "exporter", shown
 
 
 def _configuration(row: Mapping[str, Any]) -> tuple[str, str] | None:

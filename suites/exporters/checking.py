@@ -18,6 +18,13 @@ import numpy as np
 from click.testing import CliRunner
 
 from harness.cli.app import app
+from harness.decode.trace import Trace
+from harness.engines.base import SessionInfo, TopLogits
+from harness.events import FirstDivergence, SourceDivergence
+from harness.parity.attribution import attribute as attribute_tokens
+from harness.parity.attribution import compare_with_source, overall_attribution
+from harness.parity.compare import TokenComparison
+from harness.parity.verdict import Verdict
 from suites.exporters.attribution import attribute
 from suites.exporters.recipes import EXPORTERS
 
@@ -26,6 +33,8 @@ __all__ = ["check", "check_package", "decode_facts", "source_facts"]
 _CANDIDATE = "ort-cpu"
 _FEATURES = ("input_features", "audio_features")
 """What exporters call the features that an encoder hears."""
+_ROUNDING = 2e-5
+"""What float32 may make of logits, in parts of the largest: 170 times its spacing. A record shows no more."""
 _SIDECARS = ("genai_config.json", "inference_metadata.yaml")
 
 
@@ -221,38 +230,74 @@ def decode_facts(report: Mapping[str, Any]) -> dict[str, Any]:
 def source_facts(
     report: Mapping[str, Any], witness: Mapping[str, Any], *, precision: str
 ) -> dict[str, Any] | None:
-    """Where the source model's own tokens part from the oracle's, and by how much each side would have it so.
+    """Where the source model's own tokens part from the oracle's, and who made the tokens differ.
 
-    None where the oracle decoded nothing. A package of another precision is another model: what is said of it
-    blames nobody.
+    None where the oracle decoded nothing. `check --source` asks the model along the candidate's tokens; here
+    its own are recorded, and by the same rules they count as far as both have the same tokens before them. A
+    package of another precision is another model: what is said of it blames nobody.
     """
     prompts = report.get("prompts") or []
     if not prompts or not all(p["oracle_ids"] for p in prompts):
         return None
-    parted = None
+    parted, blamed = [], []
     for number, (prompt, trace) in enumerate(zip(prompts, witness["prompts"], strict=True)):
-        pairs = zip(prompt["oracle_ids"], trace["token_ids"], strict=False)
-        index = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-        if index is not None and parted is None:
-            top = trace["top"][index]
-            ours = prompt["oracle_ids"][index]
-            behind = next((top[0][1] - logit for token, logit in top if token == ours), None)
-            parted = {
-                "prompt": number,
-                "index": index,
-                "source_token": trace["token_ids"][index],
-                "oracle_token": ours,
-                # How far the source model puts the oracle's token behind its own; None: further than its top.
-                "source_margin": behind,
-                "source_logit": abs(top[0][1]),
-            }
+        source = _trace(trace["prompt_ids"], trace["token_ids"], trace["top"])
+        found = compare_with_source(
+            _oracle_trace(prompt, trace), source, bands=[_ROUNDING * abs(top[0][1]) for top in trace["top"]]
+        )
+        blamed.append(attribute_tokens(_comparison(prompt), found))
+        if found.first_divergence is not None:
+            within = found.verdict is not Verdict.DIVERGENT
+            parted.append((within, _first_difference(number, found.first_divergence)))
     return {
         "engine": witness["engine"],
-        "agrees": parted is None,
+        "agrees": not parted,
         "judged": precision == "fp32",
+        "attribution": overall_attribution(blamed) if precision == "fp32" else None,
         "tokens": sum(len(trace["token_ids"]) for trace in witness["prompts"]),
         "min_margin": min(step[0][1] - step[1][1] for trace in witness["prompts"] for step in trace["top"]),
-        "first_difference": parted,
+        # What rounding may explain hides nothing behind it.
+        "first_difference": min(parted, key=lambda each: each[0])[1] if parted else None,
+    }
+
+
+def _oracle_trace(prompt: Mapping[str, Any], trace: Mapping[str, Any]) -> Trace:
+    """The oracle along the candidate's tokens, by a report: its choices, and its logits where they part."""
+    tops: list[Any] = [[[token, 0.0]] for token in prompt["oracle_forced_ids"]]
+    if parted := prompt["first_divergence"]:
+        tops[parted["index"]] = parted["oracle_top"]
+    return _trace(trace["prompt_ids"], prompt["candidate_ids"], tops)
+
+
+def _trace(prompt_ids: Sequence[int], token_ids: Sequence[int], tops: Sequence[Any]) -> Trace:
+    steps = (TopLogits(*map(tuple, zip(*top, strict=True))) for top in tops)
+    return Trace(tuple(prompt_ids), tuple(token_ids), tuple(steps), 0.0, SessionInfo("recorded", ""))
+
+
+def _comparison(prompt: Mapping[str, Any]) -> TokenComparison:
+    """What a report says of candidate and oracle."""
+    parted = prompt["first_divergence"]
+    return TokenComparison(
+        Verdict(prompt["verdict"]),
+        tuple(prompt["oracle_ids"]),
+        tuple(prompt["oracle_forced_ids"]),
+        prompt["min_margin"],
+        None if parted is None else FirstDivergence(**parted),
+    )
+
+
+def _first_difference(prompt: int, parted: SourceDivergence) -> dict[str, Any]:
+    logits = dict(parted.source_top)
+    largest = logits[parted.source_token]
+    theirs = logits.get(parted.oracle_token)
+    return {
+        "prompt": prompt,
+        "index": parted.index,
+        "source_token": parted.source_token,
+        "oracle_token": parted.oracle_token,
+        # How far the source model puts the oracle's token behind its own; None: further than its top.
+        "source_margin": None if theirs is None else largest - theirs,
+        "source_logit": abs(largest),
     }
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from fixtures.decoders import TinyDecoder
@@ -170,6 +172,94 @@ def test_a_runtime_that_computes_something_else_is_to_blame(
     blame, evidence = attribute(row)
     assert blame == "runtime"
     assert evidence.startswith("divergent at")
+
+
+def row_of(candidate: list[int], oracle: list[int], source: list[int], lead: float) -> dict[str, Any]:
+    """The row of one prompt, by what each side chooses along the candidate's tokens; the source by `lead`."""
+    parted = next((i for i, (c, o) in enumerate(zip(candidate, oracle, strict=True)) if c != o), None)
+    divergence = (
+        parted
+        if parted is None
+        else {
+            "index": parted,
+            "candidate_token": candidate[parted],
+            "oracle_token": oracle[parted],
+            "oracle_margin": 1.0,
+            "oracle_top": [[oracle[parted], 1.0], [candidate[parted], 0.0]],
+            "candidate_top": [[candidate[parted], 1.0]],
+            "noise_band": 0.1,
+            "cause": None,
+            "evidence": "",
+        }
+    )
+    prompt = {
+        "prompt_ids": [7],
+        "candidate_ids": candidate,
+        "oracle_ids": oracle if parted is None else oracle[: parted + 1],
+        "oracle_forced_ids": oracle,
+        "verdict": "identical" if parted is None else "divergent",
+        "min_margin": 1.0,
+        "first_divergence": divergence,
+    }
+    report = {"verdict": prompt["verdict"], "exit_code": 0, "prompts": [prompt]}
+    top = [[[token, 1.0], *([other, 1.0 - lead] for other in range(4) if other != token)] for token in source]
+    told = {"engine": "any", "prompts": [{"prompt_ids": [7], "token_ids": source, "top": top}]}
+    return {
+        "exporter": "dynamo",
+        "package": "x",
+        "precision": "fp32",
+        "build_error": None,
+        "topology": {"outcome": "derived"},
+        "configuration": None,
+        "layers": None,
+        "peer": None,
+        "decode": decode_facts(report),
+        "source": source_facts(report, told, precision="fp32"),
+    }
+
+
+def by_position(candidate: list[int], oracle: list[int], source: list[int]) -> str | None:
+    """The rule, written out: the source's tokens count until they leave the candidate's."""
+    for c, o, s in zip(candidate, oracle, source, strict=True):
+        if c == o == s:
+            continue
+        return "runtime" if o == s else "unknown" if c == s else "exporter"
+    return None
+
+
+SIDES = st.integers(1, 5).flatmap(
+    lambda length: st.tuples(*[st.lists(st.integers(0, 3), min_size=length, max_size=length)] * 3)
+)
+
+
+@given(SIDES)
+def test_three_witnesses_are_judged_by_the_rules_of_a_check(
+    sides: tuple[list[int], list[int], list[int]],
+) -> None:
+    """Over every way in which they can agree and differ: the first position at which not all do decides."""
+    assert attribute(row_of(*sides, lead=0.5))[0] == by_position(*sides)
+
+
+@given(SIDES)
+def test_a_source_within_rounding_blames_nobody_and_stays_open(
+    sides: tuple[list[int], list[int], list[int]],
+) -> None:
+    """Candidate and oracle agree, and the source differs by less than float32 may explain."""
+    agreed, _, source = sides
+
+    blame, evidence = attribute(row_of(agreed, agreed, source, lead=1e-6))
+
+    assert blame == (None if source == agreed else "unknown")
+    assert ("within 1e-06 of each other" in evidence) == (source != agreed)
+
+
+def test_the_committed_attributions_follow_from_their_rows() -> None:
+    """So `table` writes the same again, and every fact that an attribution stands on is in its row."""
+    matrix = json.loads((Path(__file__).parents[2] / "docs" / "exporters.json").read_text(encoding="utf-8"))
+    assert matrix["rows"]
+    assert [attribute(each) for each in matrix["rows"]] == [
+        (each["attribution"], each["evidence"]) for each in matrix["rows"]
+    ]
 
 
 def test_an_exporter_that_raises_and_a_source_that_cannot_be_made() -> None:
