@@ -88,7 +88,9 @@ def _settled(deferred: DeferredOutput, row: int, top: TopLogits, k: int) -> TopL
     import numpy as np
 
     first = top.values[0]
-    within = _MAY_BE_EQUAL * float(np.finfo(deferred.dtype).eps) * abs(first)
+    # Of the coarser type: a cast behind the product may go either way.
+    types = [dtype for dtype in (deferred.product.dtype, deferred.dtype) if dtype.kind == "f"]
+    within = _MAY_BE_EQUAL * max(float(np.finfo(dtype).eps) for dtype in types) * abs(first)
     near = [token for token, value in zip(top.token_ids, top.values, strict=True) if first - value <= within]
     if top.values[len(near) - 1] < first:
         if len(near) == len(top.token_ids) < deferred.shape[-1]:

@@ -164,29 +164,34 @@ def test_ties_across_pieces_go_to_the_lowest_id(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("layout", ["columns", "rows"])
+@pytest.mark.parametrize("cast", [None, TensorProto.DOUBLE], ids=["", "cast to double"])
 @pytest.mark.parametrize(("vocab", "hidden"), [(11, 8), (67, 24), (512, 64), (4099, 64)])
 def test_equal_columns_tie_wherever_they_stand(
-    vocab: int, hidden: int, layout: str, precision: Any, tmp_path: Path
+    vocab: int, hidden: int, cast: int | None, layout: str, precision: Any, tmp_path: Path
 ) -> None:
     """The second half of a head is the first, the other way round: the first of two equal ones comes first.
 
-    BLAS sums some of a product's entries in another order than others, above all beside one token only.
+    BLAS sums some of a product's entries in another order than others, above all beside one token only. A
+    cast behind the product makes it no more precise.
     """
     rng = np.random.default_rng(vocab)
     head = rng.standard_normal((hidden, vocab)).astype(np.float32)
     half = vocab // 2
     head[:, vocab - half :] = head[:, :half][:, ::-1]
     weight = head if layout == "columns" else np.ascontiguousarray(head.T)
-    last = (
-        node("MatMul", ["x", "w"], ["logits"])
+    result = "logits" if cast is None else "raw"
+    nodes = [
+        node("MatMul", ["x", "w"], [result])
         if layout == "columns"
-        else node("Gemm", ["x", "w"], ["logits"], transB=1)
-    )
+        else node("Gemm", ["x", "w"], [result], transB=1)
+    ]
+    if cast is not None:
+        nodes.append(node("Cast", ["raw"], ["logits"], to=cast))
     graph = helper.make_graph(
-        [last],
+        nodes,
         "ties",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, hidden])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [None, vocab])],
+        [helper.make_tensor_value_info("logits", cast or TensorProto.FLOAT, [None, vocab])],
         [numpy_helper.from_array(weight, "w")],
     )
     opsets = [helper.make_opsetid("", 21)]
