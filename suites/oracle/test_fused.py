@@ -132,7 +132,7 @@ def table_of(random: np.random.RandomState, kind: str, rows: int, width: int) ->
     return random.randint(low, low + 16, (rows, width)).astype(dtype), 4, 1
 
 
-@pytest.mark.parametrize("indices", [(), (4,), (2, 3)], ids=["scalar", "vector", "matrix"])
+@pytest.mark.parametrize("indices", [(), (0,), (4,), (2, 3)], ids=["scalar", "none", "vector", "matrix"])
 @pytest.mark.parametrize("zero_points", [True, False])
 @pytest.mark.parametrize("kind", ["int4", "uint4", "uint8 of 2", "uint8 of 4", "uint8 of 8"])
 def test_gather_block_quantized(

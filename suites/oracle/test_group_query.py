@@ -41,6 +41,36 @@ def inputs_of(
 ATTRIBUTES = {"num_heads": HEADS, "kv_num_heads": KV_HEADS}
 
 
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("static", [False, True], ids=["", "longer cache"])
+@pytest.mark.parametrize(
+    ("batch", "past", "new"), [(1, 0, 1), (1, 0, 5), (3, 0, 1), (3, 0, 5), (1, 3, 1), (1, 3, 5), (3, 3, 1)]
+)
+def test_positions_that_do_not_count_from_the_cache(
+    batch: int,
+    past: int,
+    new: int,
+    static: bool,
+    interleaved: int,
+    against_ort: Callable[..., None],
+    seeded: np.random.RandomState,
+) -> None:
+    """Given positions hold token by token, but of a first prompt only the first one, as documented."""
+    rows = past + new + 2 if static else past
+    caches = [floats(seeded, batch, KV_HEADS, rows, WIDTH) for _ in range(2)]
+    angles, positions = floats(seeded, 24, WIDTH // 2), seeded.randint(0, 16, (batch, new))
+    extra = {7: np.cos(angles), 8: np.sin(angles), 9: positions.astype(np.int64)}
+    inputs = inputs_of(seeded, caches, past=past, new=new, batch=batch, extra=extra)
+    against_ort(
+        "GroupQueryAttention",
+        inputs,
+        outputs=3,
+        do_rotary=1,
+        rotary_interleaved=interleaved,
+        **ATTRIBUTES,
+    )
+
+
 @pytest.mark.parametrize("past", [0, 3])
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("granularity", ["PER_TENSOR", "PER_CHANNEL"])

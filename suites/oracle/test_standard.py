@@ -188,6 +188,16 @@ def test_attention(
     np.testing.assert_array_equal(got[2], values)
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 3)], ids=str)
+def test_coordinates_have_a_row_for_each_axis(
+    shape: tuple[int, ...], run_node: Callable[..., list[np.ndarray]]
+) -> None:
+    """Of a scalar none, in which NonZero differs from numpy by specification."""
+    for value in (0, 1):
+        (y,) = run_node("NonZero", [np.full(shape, value, np.float32)])
+        assert (y.shape, y.dtype) == ((len(shape), value * int(np.prod(shape))), np.int64)
+
+
 @pytest.mark.parametrize("counts", [(2, 0, 0), (0, 2, 0), (2, 0, 3), (0, 0, 3), (0, 0, 0)])
 @pytest.mark.parametrize("rank", [3, 4])
 @pytest.mark.parametrize("causal", [0, 1])

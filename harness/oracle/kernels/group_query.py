@@ -26,8 +26,9 @@ def _group_query_attention(node: Node) -> Compute:
     old ones; keys and values of no rows are those of an earlier layer, whose present is then the past.
     Query i stands at position past_b + i, sees nothing after that position, and with `local_window_size` W
     only the last W positions. q_norm_weight and k_norm_weight [D] first scale q and k to unit root mean
-    square. With `do_rotary`, q and k are then turned at their positions (or at position_ids) by tables
-    [positions, R/2]. `smooth_softmax` adds a score of 0 without a key, head_sink [H]
+    square. With `do_rotary`, q and k are then turned at their positions by tables [positions, R/2]: those in
+    position_ids [B, S] if given, of which a first prompt uses the first element and counts from there.
+    `smooth_softmax` adds a score of 0 without a key, head_sink [H]
     one for each head. Caches may be quantised (`cache_codec`), or of a window (`windowed`). Outputs:
     [B, S, H*D], present key and value, and with `qk_output` the capped scores and bias (1) or the weights
     (2), zero where a query may not look. Source: com.microsoft version 1.
@@ -75,10 +76,14 @@ def _group_query_attention(node: Node) -> Compute:
         q, k, v = split_heads(query, heads), split_heads(key, kv_heads), split_heads(value, kv_heads)
         count, total = q.shape[2], int(number_of(total_length))
         lengths = last.reshape(-1).astype(np.int64) + 1
-        starts = np.zeros_like(lengths) if count == total else lengths - count
+        first_prompt = count == total
+        starts = np.zeros_like(lengths) if first_prompt else lengths - count
         tables = None
         if cos is not None and sin is not None:
-            where = starts[:, None] + np.arange(count) if position_ids is None else position_ids
+            where = position_ids
+            if where is None or first_prompt:
+                begin = starts if where is None else np.repeat(where.reshape(-1)[:1], len(starts))
+                where = begin[:, None] + np.arange(count)
             tables = (cos[where][:, None], sin[where][:, None])
         q = place(q, query_norm, tables)
         # Without rows of its own it reads a cache that an earlier layer has grown by this call's rows.

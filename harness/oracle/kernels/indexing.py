@@ -143,7 +143,12 @@ def _compress(node: Node) -> Compute:
 @kernel("NonZero", (9, 13))
 def _non_zero(node: Node) -> Compute:
     """Coordinates of the elements that are not zero, int64 [rank, count], in row-major order."""
-    return lambda x: np.array(np.nonzero(np.atleast_1d(x)), dtype=np.int64)
+
+    def run(x: Tensor) -> Tensor:
+        # A scalar has no coordinates, unlike with numpy: [0, 1], or [0, 0] where it is zero.
+        return np.array(np.nonzero(np.atleast_1d(x)), dtype=np.int64)[: np.ndim(x)]
+
+    return run
 
 
 @kernel("OneHot", (9, 11, 28))

@@ -264,7 +264,7 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
     codes = np.empty((*packed.shape, per_byte), dtype=np.uint8)
     for position in range(per_byte):
         codes[..., position] = (packed >> (position * bits)) & (2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], -1)
+    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * per_byte)
 
 
 @functools.cache
