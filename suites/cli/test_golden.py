@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.metadata import EntryPoint, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from fixtures.decoders import TinyDecoder
 from fixtures.seq2seq import TinySeq2Seq
 from fixtures.smollm2 import fetched_smollm2_path
 from harness.cli.app import run
-from harness.engines import registry
 from harness.errors import InputError
 from harness.package import model_sha256
 from harness.parity.golden import read_golden, write_golden
@@ -26,31 +25,11 @@ SCHEMAS = {
     name: json.loads((ROOT / f"reports/schemas/{name}-1.schema.json").read_text(encoding="utf-8"))
     for name in ("golden", "golden-run")
 }
-DECODER = TinyDecoder(layers="ar", seed=3)
 IDS = ["--prompt-ids", "1,2,3", "--prompt-ids", "4"]
 PROMPTS = ((1, 2, 3), (4,))
 CORPUS = sorted((ROOT / "fixtures/goldens").glob("*.json"))
 
 Capsys = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny package in a folder of its own; the misbehaving engine is installed beside the usual ones."""
-    entries = [
-        EntryPoint("misbehaving", "fixtures.misbehaving:ENGINE", registry.ENTRY_POINT_GROUP),
-        EntryPoint("oracle", "harness.engines.oracle:ENGINE", registry.ENTRY_POINT_GROUP),
-        EntryPoint("ort-cpu", "harness.engines.ort:CPU_ENGINE", registry.ENTRY_POINT_GROUP),
-    ]
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: entries)
-    monkeypatch.setenv("ONNX_PARITY_CACHE_DIR", str(tmp_path / "cache"))
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    DECODER.save(folder / "model.onnx")
-    return folder
 
 
 def ask(capsys: Capsys, *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -80,14 +59,14 @@ def change(**fields: Any) -> None:
 
 
 def test_a_golden_has_the_tokens_of_candidate_and_oracle_with_their_provenance(
-    package: Path, capsys: Capsys
+    package: Path, decoder: TinyDecoder, capsys: Capsys
 ) -> None:
     """The tokens are those of the reference that knows no cache; the rest says how they came about."""
     golden = recorded(capsys, package)
     jsonschema.validate(golden, SCHEMAS["golden"])
     assert golden["model"] == {"name": "tiny", "sha256": model_sha256(package / "model.onnx")}
     assert [(p["prompt_ids"], p["token_ids"]) for p in golden["prompts"]] == [
-        (list(ids), list(DECODER.greedy(ids, 6))) for ids in PROMPTS
+        (list(ids), list(decoder.greedy(ids, 6))) for ids in PROMPTS
     ]
     provenance = golden["provenance"]
     assert provenance["onnx_parity"] == version("onnx-parity")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import psutil
 import pytest
 
 from fixtures.decoders import TinyDecoder
+from fixtures.installed import install_engines
 from harness.cli.app import run
-from harness.engines import registry
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="isolation needs POSIX signals")
 
@@ -29,13 +28,8 @@ TOKENS = 6
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny decoder; the misbehaving engine is installed beside the oracle, and nothing else."""
-    entries = [
-        EntryPoint("misbehaving", "fixtures.misbehaving:ENGINE", registry.ENTRY_POINT_GROUP),
-        EntryPoint("oracle", "harness.engines.oracle:ENGINE", registry.ENTRY_POINT_GROUP),
-        EntryPoint("ort-cpu", "harness.engines.ort:CPU_ENGINE", registry.ENTRY_POINT_GROUP),
-    ]
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: entries)
+    """A tiny decoder; the misbehaving engine is installed beside the usual ones."""
+    install_engines(monkeypatch, misbehaving="fixtures.misbehaving:ENGINE")
     monkeypatch.setenv("ONNX_PARITY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return DECODER.save(tmp_path / "model.onnx")

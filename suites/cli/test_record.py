@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,15 @@ from fixtures.misbehaving import ENGINE as MISBEHAVING
 from fixtures.seq2seq import TinySeq2Seq
 from fixtures.smollm2 import fetched_smollm2_path
 from harness.cli.app import run
-from harness.engines import registry
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {
     name: json.loads((ROOT / f"reports/schemas/{name}-1.schema.json").read_text(encoding="utf-8"))
     for name in ("parity", "recording")
 }
-DECODER = TinyDecoder(layers="ar", seed=3)
 IDS = ["--prompt-ids", "1,2,3", "--prompt-ids", "4"]
 
 Capsys = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny package in a folder of its own; the misbehaving engine is installed beside the usual ones."""
-    entries = [
-        EntryPoint("misbehaving", "fixtures.misbehaving:ENGINE", registry.ENTRY_POINT_GROUP),
-        EntryPoint("oracle", "harness.engines.oracle:ENGINE", registry.ENTRY_POINT_GROUP),
-        EntryPoint("ort-cpu", "harness.engines.ort:CPU_ENGINE", registry.ENTRY_POINT_GROUP),
-    ]
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: entries)
-    monkeypatch.setenv("ONNX_PARITY_CACHE_DIR", str(tmp_path / "cache"))
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    DECODER.save(folder / "model.onnx")
-    return folder
 
 
 def ask(capsys: Capsys, verb: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -151,7 +129,9 @@ def test_an_encoder_is_fed_from_the_trace(
             assert found[side]["settings"]["encoder_inputs"] == said
 
 
-def test_a_trace_says_how_large_it_is_and_what_it_is_of(package: Path, capsys: Capsys) -> None:
+def test_a_trace_says_how_large_it_is_and_what_it_is_of(
+    package: Path, decoder: TinyDecoder, capsys: Capsys
+) -> None:
     """Size and hash are those of the file; the second decode came out bit for bit."""
     import hashlib
 
@@ -164,7 +144,7 @@ def test_a_trace_says_how_large_it_is_and_what_it_is_of(package: Path, capsys: C
         "sha256": hashlib.sha256(whole).hexdigest(),
     }
     for prompt in document["prompts"]:
-        assert prompt["token_ids"] == list(DECODER.greedy(prompt["prompt_ids"], 16))
+        assert prompt["token_ids"] == list(decoder.greedy(prompt["prompt_ids"], 16))
         assert prompt["repeats"] is True
 
     assert run(["record", str(package), "--engine", "ort-cpu", "-o", "y.trace", "--states", *IDS]) == 0
