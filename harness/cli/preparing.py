@@ -167,24 +167,26 @@ def plan_task(model: Model, options: DecodeOptions) -> Task:
     """Encode the prompts, and see that they can be fed.
 
     Raises:
-        InputError: a prompt cannot be encoded or has no room, or the package names no end of sequence.
+        InputError: a prompt cannot be encoded or has no room, or the package names no end of sequence that
+            its decoder can give.
         NotDrivableError: the loop cannot feed this graph.
     """
     from harness.decode.prompts import vocabulary_size
 
     decoder = model.decoder
+    vocabulary = vocabulary_size(decoder.inventory, decoder.topology)
     prompts = encode_prompts(
         requested_prompts(options.prompts, model.package, model.builtin, conditioning=decoder.conditioning),
         model.package,
         chat=options.prompts.chat,
-        vocabulary=vocabulary_size(decoder.inventory, decoder.topology),
+        vocabulary=vocabulary,
         conditioning=decoder.conditioning,
     )
     task = Task(
         prompts=prompts,
         max_new_tokens=options.max_new_tokens
         or (model.builtin.max_new_tokens if model.builtin else _DEFAULT_NEW_TOKENS),
-        stop_ids=_stop_ids(model.package) if options.stop_on_eos else (),
+        stop_ids=_stop_ids(model.package, vocabulary) if options.stop_on_eos else (),
     )
     check_fit(decoder, prompts, task.max_new_tokens)
     return task
@@ -256,8 +258,15 @@ def all_options(spec: EngineSpec) -> Mapping[str, OptionValue]:
     return complete(spec.name, spec.engine.options, spec.options)
 
 
-def _stop_ids(package: Package) -> tuple[int, ...]:
+def _stop_ids(package: Package, vocabulary: int | None) -> tuple[int, ...]:
     ids = package.eos_token_ids()
+    beyond = [id_ for id_ in ids if vocabulary is not None and id_ >= vocabulary]
+    if beyond and vocabulary is not None:
+        raise InputError(
+            f"{package.folder}: --stop-on-eos would wait for eos_token_id {beyond[0]}, and the model knows 0 "
+            f"to {vocabulary - 1}: it is that of another model.",
+            next_action="Leave the option out, or correct the file of the package that names it.",
+        )
     if not ids:
         raise InputError(
             f"{package.folder}: --stop-on-eos needs an eos_token_id, and no file of the package names one.",

@@ -59,3 +59,39 @@ def test_a_check_stops_there_if_asked_to(
 
     end = tokens.index(tokens[3]) + 1
     assert found == [list(tokens), list(tokens[:end])]
+
+
+@pytest.mark.parametrize(
+    ("files", "beyond"),
+    [
+        ({GENERATION: {"eos_token_id": 29}}, 29),
+        ({GENERATION: {"eos_token_id": [28, 10**30]}}, 10**30),
+        ({CONFIG: {"eos_token_id": 128001}}, 128001),
+        ({GENAI: {"model": {"eos_token_id": [30]}}, CONFIG: {"eos_token_id": 1}}, 30),
+        ({GENERATION: {"eos_token_id": 28}, CONFIG: {"eos_token_id": 128001}}, None),
+    ],
+)
+def test_an_end_that_no_token_can_be_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    files: dict[str, Any],
+    beyond: int | None,
+) -> None:
+    """Decoding would never stop there, as if it had not been asked to; what nobody waits for is let be."""
+    TinyDecoder("ar", vocab=29, width=8, seed=2).save(tmp_path / "model.onnx")
+    write(tmp_path, files)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ONNX_PARITY_CACHE_DIR", str(tmp_path / "cache"))
+    options = ["--prompt-ids", "1", "--max-new-tokens", "1", "--candidate", "ort-cpu", "--json"]
+
+    assert run(["check", str(tmp_path), *options]) == 0
+    capsys.readouterr()
+    status = run(["check", str(tmp_path), *options, "--stop-on-eos"])
+
+    error = json.loads(capsys.readouterr().out)["error"]
+    if beyond is None:
+        assert (status, error) == (0, None)
+    else:
+        assert status == 2
+        assert f"would wait for eos_token_id {beyond}, and the model knows 0 to 28" in error["message"]
