@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from fixtures.effort import examples
 from harness.oracle import DeferredOutput, OracleModel
 
 HIDDEN, VOCAB = 4, 6
@@ -65,7 +66,7 @@ def head_with(steps: list[Any], rank: int, precision: Any, folder: str) -> Oracl
     return OracleModel.load(path, precision=precision)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(steps=STEPS, rank=st.integers(1, 3), precision=st.sampled_from(["float32", "float64"]))
 def test_what_waits_has_the_shape_the_type_and_the_parts_of_the_whole(
     steps: list[Any], rank: int, precision: Any

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -89,7 +89,6 @@ def number(value: Any, dtype: np.dtype[Any]) -> Any:
     return float(value) if dtype.kind == "f" else bool(value) if dtype.kind == "b" else int(value)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), dtype=st.sampled_from([np.int32, np.uint32, np.int64, np.uint64]))
 def test_a_mean_of_integers_is_exact(data: st.DataObject, dtype: Any, bound: Callable[..., Any]) -> None:
     """Also where the sum does not fit into the type, and of either sign: rounded towards zero."""
