@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fixtures.effort import examples
 from harness.decode import chat
 from harness.decode.chat import render_chats
 from harness.errors import InputError
@@ -241,7 +242,7 @@ def test_templates_that_take_parts_alone_are_given_parts(tmp_path: Path, templat
     assert render_chat(package(tmp_path, template), ASKED) == text
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=20))
 def test_conversations_come_back_in_order(tmp_path_factory: pytest.TempPathFactory, said: list[str]) -> None:
     """Whatever characters they hold, and with one process for all of them."""
