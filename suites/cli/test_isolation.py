@@ -166,3 +166,17 @@ def test_the_oracle_stays_in_process(
     )
     status, _, _ = check(package, capsys, "ort-cpu")
     assert (status, started) == (0, ["ort-cpu"])
+
+
+def test_modules_that_lie_where_the_command_is_run_are_not_taken(
+    package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of a candidate imports what its parent would, and nothing that is merely called alike."""
+    for name in ("json", "numpy", "onnxruntime", "harness"):
+        Path(f"{name}.py").write_text("raise SystemExit('theirs')", encoding="utf-8")
+    here = ("", str(Path.cwd()))
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in here])
+
+    status, document, _ = check(package, capsys, "ort-cpu")
+
+    assert (status, document["verdict"]) == (0, "identical")

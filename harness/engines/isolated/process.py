@@ -264,6 +264,7 @@ def _spawn(arena: int) -> tuple[subprocess.Popen[bytes], socket.socket, int, int
         process = subprocess.Popen(
             [
                 sys.executable,
+                "-P",
                 "-c",
                 _BOOT,
                 *map(str, inherited),
