@@ -161,10 +161,10 @@ class RelationsFinished:
     """The end of the stream.
 
     Attributes:
-        verdict: `conformant`, or the worst outcome of a relation, or `invalid-run`; None where the work could
-            not be done.
+        verdict: `conformant`, or the worst outcome of a relation (`not-applicable` where none applies), or
+            `invalid-run`; None where the work could not be done.
         exit_code: exit status of the command.
-        error: `{"message", "next"}` where the work could not be done.
+        error: `{"message", "next"}` where the work could not be done, or nothing could be compared.
         refusal: `{"code", "also", "message", "ports"}` where the topology was refused; a report has it alone.
         interrupted: True when the user stopped it.
         failure: how the engine failed before any relation was tried.

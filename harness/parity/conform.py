@@ -35,7 +35,9 @@ from harness.relation_events import (
 __all__ = ["CONFORMANT", "ConformPlan", "run_conform"]
 
 CONFORMANT = "conformant"
-"""The verdict where no relation is broken, and each that applies was judged."""
+"""The verdict where no relation is broken, and each that applies, at least one, was judged."""
+
+_PROVES_NOTHING = 6
 
 _INTERRUPTED = 130
 _NO_ORACLE = "Without --rounding model there is no band to judge by."
@@ -133,6 +135,22 @@ def _run(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:
             emit(_bands(oracle))
             is_told = True
         emit(_event(relation, judged))
+    return _end(outcomes)
+
+
+def _end(outcomes: Sequence[RelationOutcome]) -> RelationsFinished:
+    """The worst outcome decides; where none applies, nothing was compared, and that is never a pass."""
+    if all(outcome is RelationOutcome.NOT_APPLICABLE for outcome in outcomes):
+        return RelationsFinished(
+            RelationOutcome.NOT_APPLICABLE.value,
+            _PROVES_NOTHING,
+            error={
+                "message": f"Nothing was compared: none of the relations that were tried ({len(outcomes)}) "
+                "applies here.",
+                "next": "The reasons stand in the report. Name other relations with --relation, leave the "
+                "option out to try all, or choose another engine or prompt.",
+            },
+        )
     worst = min(outcomes, key=list(RelationOutcome).index)
     code = first_exit_code(map(exit_code_of, outcomes))
     return RelationsFinished(worst.value if code else CONFORMANT, code)

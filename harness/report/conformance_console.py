@@ -67,7 +67,10 @@ def render_conformance(document: Mapping[str, Any]) -> Group:
     if failure is not None:
         parts += [Text(), Text(f"The engine {failure['kind']}: {failure['message']}")]
     if document["verdict"] is not None:
-        parts += [Text(), Text(f"verdict: {document['verdict']}", style=_style(document["verdict"]))]
+        verdict = document["verdict"]
+        # A remark on one relation; where it is all that there is, the run failed.
+        style = "bold red" if verdict == "not-applicable" else _style(verdict)
+        parts += [Text(), Text(f"verdict: {verdict}", style=style)]
     return Group(*parts)
 
 

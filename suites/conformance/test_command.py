@@ -26,6 +26,7 @@ from harness.engines.ort import OrtCpuEngine
 from harness.engines.registry import parse_engine
 from harness.parity.conform import CONFORMANT, ConformPlan, run_conform
 from harness.parity.relations.catalogue import RELATIONS
+from harness.parity.relations.judging import Judged, RelationOutcome
 from harness.parity.relations.laboratory import Subject
 from harness.relation_events import RelationEvent
 from harness.report.conformance import ConformanceDocument
@@ -74,6 +75,22 @@ def conform(package: Path, capsys: pytest.CaptureFixture[str]) -> Conform:
     return conform
 
 
+def tiny_plan(package: Path, **changes: Any) -> ConformPlan:
+    """A run without an oracle, in this process."""
+    given: dict[str, Any] = {"engine": planted(), "process": "in-process", "judges_rounding": False}
+    return ConformPlan(
+        package="tiny",
+        model_name="tiny",
+        model_sha256="0" * 64,
+        topology_outcome="derived",
+        oracle=parse_engine("oracle"),
+        subject=Subject(
+            model=package, topology=TinyDecoder(layers="ar", seed=3).topology, prompt=(1, 5, 3, 9), steps=3
+        ),
+        **given | changes,
+    )
+
+
 def outcomes(document: dict[str, Any]) -> dict[str, str]:
     """The outcome of each relation."""
     return {relation["name"]: relation["outcome"] for relation in document["relations"]}
@@ -91,6 +108,42 @@ def test_a_good_engine_is_conformant(conform: Conform, tmp_path: Path) -> None:
     assert document["band"]["spreads"]["logits"] > 0
     assert json.loads((tmp_path / "out/conformance.json").read_text(encoding="utf-8")) == document
     assert "run-to-run: bitwise" in err
+
+
+@pytest.mark.parametrize("report", ["--json", "text"])
+def test_a_run_that_compared_nothing_is_no_pass(
+    conform: Conform, package: Path, capsys: pytest.CaptureFixture[str], report: str
+) -> None:
+    """The one relation that is asked for does not apply: a verdict of its own, and exit 6."""
+    asked = ("--engine", "ort-cpu:threads=1", *PROMPT, "--relation", "graph-capture")
+    if report == "text":
+        assert run(["conform", str(package), *asked]) == 6
+        out, err = capsys.readouterr()
+        assert out.rstrip().endswith("verdict: not-applicable")
+    else:
+        status, document, err = conform(*asked)
+        assert (status, document["verdict"]) == (6, "not-applicable")
+        assert outcomes(document) == {"graph-capture": "not-applicable"}
+        assert "Nothing was compared" in document["error"]["message"]
+    assert "Nothing was compared: none of the relations that were tried (1) applies here." in err
+
+
+@pytest.mark.parametrize("first", RelationOutcome)
+@pytest.mark.parametrize("second", RelationOutcome)
+def test_a_pass_needs_a_relation_that_was_judged(
+    package: Path, monkeypatch: pytest.MonkeyPatch, first: RelationOutcome, second: RelationOutcome
+) -> None:
+    """Of any two outcomes the worst is the verdict; conformant takes one that holds, and none that fails."""
+    given = iter([first, second])
+    monkeypatch.setattr("harness.parity.conform.judge", lambda *_: Judged(next(given)))
+    document = ConformanceDocument()
+    end = run_conform(tiny_plan(package, relations=RELATIONS[:2]), document)
+    jsonschema.validate(document.mapping(), SCHEMA)
+    holds = {RelationOutcome.BITWISE, RelationOutcome.WITHIN_BAND}
+    passes = bool({first, second} & holds) and {first, second} <= holds | {RelationOutcome.NOT_APPLICABLE}
+    assert (end.exit_code == 0, end.verdict == CONFORMANT) == (passes, passes)
+    if not passes:
+        assert end.verdict == min((first, second), key=list(RelationOutcome).index)
 
 
 def test_two_runs_say_the_same(conform: Conform) -> None:
@@ -174,20 +227,8 @@ def test_an_interruption_leaves_what_was_judged(package: Path) -> None:
         if runs > 3 + 6 + 1:  # the reference, the first relation, one run of the second
             raise KeyboardInterrupt
 
-    decoder = TinyDecoder(layers="ar", seed=3)
-    plan = ConformPlan(
-        package="tiny",
-        model_name="tiny",
-        model_sha256="0" * 64,
-        topology_outcome="derived",
-        engine=planted(run=interrupt),
-        oracle=parse_engine("oracle"),
-        judges_rounding=False,
-        process="in-process",
-        subject=Subject(model=package, topology=decoder.topology, prompt=(1, 5, 3, 9), steps=3),
-    )
     document = ConformanceDocument()
-    end = run_conform(plan, document)
+    end = run_conform(tiny_plan(package, engine=planted(run=interrupt)), document)
     mapping = document.mapping()
     jsonschema.validate(mapping, SCHEMA)
     assert (end.exit_code, end.interrupted, mapping["verdict"]) == (130, True, None)
@@ -196,19 +237,7 @@ def test_an_interruption_leaves_what_was_judged(package: Path) -> None:
 
 def test_every_state_of_a_report_is_valid(package: Path) -> None:
     """A process that is killed leaves the last one: it reads as interrupted until the end has come."""
-    decoder = TinyDecoder(layers="ar", seed=3)
-    plan = ConformPlan(
-        package="tiny",
-        model_name="tiny",
-        model_sha256="0" * 64,
-        topology_outcome="derived",
-        engine=planted(),
-        oracle=parse_engine("oracle"),
-        judges_rounding=False,
-        process="in-process",
-        subject=Subject(model=package, topology=decoder.topology, prompt=(1, 5, 3, 9), steps=3),
-        relations=RELATIONS[:3],
-    )
+    plan = tiny_plan(package, relations=RELATIONS[:3])
     document = ConformanceDocument()
     codes = []
 
@@ -224,16 +253,10 @@ def test_every_state_of_a_report_is_valid(package: Path) -> None:
 
 def test_the_band_stands_beside_the_first_relation_that_is_judged_by_it(package: Path) -> None:
     """An interruption behind it leaves a report that says what its numbers are held against."""
-    decoder = TinyDecoder(layers="ar", seed=3)
-    plan = ConformPlan(
-        package="tiny",
-        model_name="tiny",
-        model_sha256="0" * 64,
-        topology_outcome="derived",
+    plan = tiny_plan(
+        package,
         engine=unrelated(breaks="chunked-prefill", by="bit"),
-        process="in-process",
-        subject=Subject(model=package, topology=decoder.topology, prompt=(1, 5, 3, 9), steps=3),
-        oracle=parse_engine("oracle"),
+        judges_rounding=True,
         relations=[relation for relation in RELATIONS if relation.name in ("rewind", "chunked-prefill")],
     )
     document = ConformanceDocument()
