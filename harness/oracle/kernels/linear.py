@@ -28,7 +28,7 @@ def _matmul(node: Node) -> Compute:
     if constant is None:
         return np.matmul
     dtype = node.precision.held(constant.dtype)
-    if constant.ndim != 2 or dtype.kind != "f":
+    if constant.ndim != 2 or dtype.kind != "f" or not constant.size:
         stays = node.residency.reserve(constant.size * dtype.itemsize) if dtype != constant.dtype else True
         kept = node.precision.widen(constant) if stays else None
         return lambda a, b: np.matmul(a, node.precision.widen(b) if kept is None else kept)
@@ -46,7 +46,7 @@ def _gemm(node: Node) -> Compute:
     constant = node.constant(1)
     if constant is not None and constant.ndim != 2:
         raise UnsupportedFeatureError(f"a B of rank {constant.ndim}, where a matrix is due")
-    if constant is not None and node.precision.held(constant.dtype).kind == "f":
+    if constant is not None and constant.size and node.precision.held(constant.dtype).kind == "f":
         weight = DenseMatrix(constant if flip_b else constant.T, node.precision.held(constant.dtype))
         return Projection(ResidentMatrix(weight, node.residency), alpha, flip_a, 2, beta)
 

@@ -118,5 +118,5 @@ def _by_head(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, width: int, int
         )
     if x.ndim == 4:
         return rotate(x, cos[:, None], sin[:, None], interleaved=interleaved)
-    split = x.reshape(*x.shape[:2], heads, -1)
+    split = x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
     return rotate(split, cos[:, :, None], sin[:, :, None], interleaved=interleaved).reshape(x.shape)
