@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+
+from harness.errors import EngineFailedError
+from harness.oracle import OracleModel
 
 CONTRIB = "com.microsoft"
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
@@ -101,6 +105,68 @@ def test_a_quantised_cache(
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "quant_type", "bits"),
+    [
+        (np.int8, "NONE", 0),
+        (np.uint8, "NONE", 4),
+        (ml_dtypes.float8_e4m3fn, "NONE", 8),
+        (np.float32, "PER_TENSOR", 8),
+        (np.float16, "PER_CHANNEL", 0),
+        (ml_dtypes.float8_e5m2, "PER_TENSOR", 8),
+        (np.int8, "PER_TENSOR", 4),
+        (np.uint8, "PER_TENSOR", 8),
+        (ml_dtypes.float8_e4m3fn, "PER_TENSOR", 4),
+        (np.int8, "PER_TENSOR", 2),
+        (np.int16, "PER_TENSOR", 8),
+    ],
+)
+@pytest.mark.parametrize("sides", ["kv", "k", "v"])
+def test_a_cache_whose_type_is_not_that_of_its_codes_is_refused(
+    sides: str,
+    dtype: Any,
+    quant_type: str,
+    bits: int,
+    tmp_path: Path,
+    save_one_node: Callable[..., Path],
+    seeded: np.random.RandomState,
+) -> None:
+    """When the graph is loaded: rows of codes and of numbers in one cache would be neither."""
+    scale = np.array([0.5], np.float32)
+    caches = [np.zeros((1, KV_HEADS, 3, WIDTH), dtype if side in sides else np.int8) for side in "kv"]
+    inputs = inputs_of(seeded, caches, past=3, new=2, extra={12: scale, 13: scale})
+    kinds = {f"{side}_quant_type": quant_type if side in sides else "PER_TENSOR" for side in "kv"}
+    path = save_one_node(
+        tmp_path / "m.onnx",
+        "GroupQueryAttention",
+        inputs,
+        outputs=3,
+        domain=CONTRIB,
+        kv_cache_bit_width=bits,
+        **kinds,
+        **ATTRIBUTES,
+    )
+    with pytest.raises(EngineFailedError, match=r"and a cache of") as error:
+        OracleModel.load(path)
+    assert error.value.kind == "unsupported"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_type_of_a_quantised_cache_says_its_bits(
+    bits: int, run_node: Callable[..., list[np.ndarray]], seeded: np.random.RandomState
+) -> None:
+    """Where `kv_cache_bit_width` does not; ONNX Runtime's CPU kernel wants both."""
+    dtype, width = (np.int8, WIDTH) if bits == 8 else (np.uint8, WIDTH // 2)
+    caches = [seeded.randint(0, 100, (1, KV_HEADS, 3, width)).astype(dtype) for _ in range(2)]
+    scale = np.array([0.5], np.float32)
+    inputs = inputs_of(seeded, caches, past=3, new=2, extra={12: scale, 13: scale})
+    kinds = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
+    options = {"domain": CONTRIB, "outputs": 3, **kinds, **ATTRIBUTES}
+    want = run_node("GroupQueryAttention", inputs, kv_cache_bit_width=bits, **options)
+    for got, expected in zip(run_node("GroupQueryAttention", inputs, **options), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_an_fp8_cache_is_a_cache_of_scaled_floats(
     run_node: Callable[..., list[np.ndarray]], seeded: np.random.RandomState
 ) -> None:
@@ -150,7 +216,6 @@ def test_a_cache_of_a_window(
     """Output, and the resident rows of the cache, are ONNX Runtime's; rows behind them are unspecified."""
     import onnxruntime
 
-    from harness.oracle import OracleModel
     from harness.oracle.kernels.kv_cache import resident_rows
 
     caches = [floats(seeded, 1, KV_HEADS, capacity, WIDTH) for _ in range(2)]

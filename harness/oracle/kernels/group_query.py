@@ -48,8 +48,8 @@ def _group_query_attention(node: Node) -> Compute:
         raise UnsupportedFeatureError("sliding_window_cache without a local_window_size")
     if rolls and shown:
         raise UnsupportedFeatureError("qk_output of a cache of a window")
-    encode_key, decode_key = cache_codec(node, node.text("k_quant_type", "NONE"))
-    encode_value, decode_value = cache_codec(node, node.text("v_quant_type", "NONE"))
+    encode_key, decode_key = cache_codec(node, "k_quant_type", node.declared(3))
+    encode_value, decode_value = cache_codec(node, "v_quant_type", node.declared(4))
     place = _placing(node)
 
     def run(

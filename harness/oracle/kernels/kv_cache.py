@@ -19,23 +19,39 @@ __all__ = ["Resident", "cache_codec", "grown", "resident_rows", "windowed"]
 
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
+_BITS: dict[np.dtype[Any], int] = {np.dtype(np.int8): 8, np.dtype(np.uint8): 4, _FP8: 8}
+"""Types of quantised caches, and the bits of their codes."""
+
 Codec = tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any], Any]]
 """`encode(new rows, scale, past)` to what is stored, and `decode(stored, scale)` to floats."""
 
 
-def cache_codec(node: Node, quant_type: str) -> Codec:
+def cache_codec(node: Node, attribute: str, declared: np.dtype[Any] | None) -> Codec:
     """How rows are stored: as they are, or as codes x / scale rounded to the nearest, ties to even.
 
     Codes are int8 in [-128, 127], or of 4 bits in [-8, 7], stored as code + 8 two to a byte of uint8, the
     first in the low half, or fp8 (e4m3fn), whose values the oracle holds as floats and rounds only where it
     keeps to declared types. One scale for all (`PER_TENSOR`), or one for each head and column
     (`PER_CHANNEL`). Source: com.microsoft GroupQueryAttention version 1.
+
+    Args:
+        node: the node.
+        attribute: which one says how: `k_quant_type` or `v_quant_type`.
+        declared: the type of the past, which says how many bits a code has, as `kv_cache_bit_width` does.
+
+    Raises:
+        UnsupportedFeatureError: it is quantised in another way, or type and attributes do not agree.
     """
+    quant_type, bits = node.text(attribute, "NONE"), node.integer("kv_cache_bit_width", 0)
+    if declared is not None and (declared in _BITS) == (quant_type == "NONE"):
+        raise UnsupportedFeatureError(f"{attribute} {quant_type} and a cache of {declared}")
     if quant_type == "NONE":
         return (lambda new, scale, past: new), (lambda stored, scale: stored)
     if quant_type not in ("PER_TENSOR", "PER_CHANNEL"):
         raise UnsupportedFeatureError(f"a cache quantised {quant_type}")
-    four = node.integer("kv_cache_bit_width", 8) == 4
+    if bits not in (0, 4, 8) or (declared is not None and bits not in (0, _BITS[declared])):
+        raise UnsupportedFeatureError(f"kv_cache_bit_width {bits} and a cache of {declared or 'any type'}")
+    four = (bits if declared is None else _BITS[declared]) == 4
     precision = node.precision
 
     def encode(new: Tensor, scale: Tensor, past: Tensor | None) -> Tensor:
