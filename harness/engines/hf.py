@@ -20,17 +20,15 @@ from harness.engines.base import (
     OptionValue,
     SessionInfo,
     TensorHandle,
-    TopLogits,
 )
 from harness.engines.hf_folder import check_model_folder
+from harness.engines.host import HostSession
 from harness.engines.options import Choice, Count, complete
-from harness.engines.reduce import top_logits_of
 from harness.engines.wording import first_line
 from harness.errors import EngineFailedError, EngineUnavailableError, InputError
 from harness.ports import Port, PortInventory
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 __all__ = ["ENGINE", "LOGITS", "TOKENS", "HfEngine", "HfHandle", "HfSession"]
@@ -65,39 +63,22 @@ class HfHandle:
         return str(self.value.dtype).removeprefix("torch.")
 
 
-class HfSession:
+class HfSession(HostSession[Any]):
     """A `harness.engines.base.Session` around a model of transformers. No logits are copied."""
 
     def __init__(self, model: Any, *, info: SessionInfo, vocabulary: int) -> None:
-        self._model = model
-        self._info = info
         dtype = str(info.settings["precision"])
-        self._inventory = PortInventory(
+        ports = PortInventory(
             inputs=(Port(TOKENS, "int64", ("batch", "sequence")),),
             outputs=(Port(LOGITS, dtype, ("batch", "sequence", vocabulary)),),
         )
-
-    @property
-    def inventory(self) -> PortInventory:
-        """Token IDs in, logits of every position out."""
-        return self._inventory
-
-    @property
-    def info(self) -> SessionInfo:
-        """What runs and how."""
-        return self._info
+        super().__init__(model, info=info, inventory=ports)
 
     def place(self, array: NDArray[Any]) -> HfHandle:
         """A copy of a host array: token IDs are few, and torch takes no memory that it may not write to."""
         import torch
 
         return HfHandle(torch.tensor(array))
-
-    def zeros(self, shape: Sequence[int], dtype: str) -> HfHandle:
-        """Zeros on the host."""
-        import torch
-
-        return HfHandle(torch.zeros(tuple(shape), dtype=getattr(torch, dtype)))
 
     def run(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> dict[str, TensorHandle]:
         """Run the model over a whole sequence; see `harness.engines.base.Session.run`."""
@@ -116,27 +97,9 @@ class HfSession:
             ) from error
         return {name: HfHandle({LOGITS: logits}[name]) for name in outputs}
 
-    def top_logits(
-        self, logits: TensorHandle, *, k: int, positions: Sequence[int] | None = None
-    ) -> list[TopLogits]:
-        """The largest logits, over a view of torch's memory."""
-        self._live()
-        return top_logits_of(cast("HfHandle", logits).value.numpy(), k, positions)
-
-    def copy_out(self, handle: TensorHandle) -> NDArray[np.generic]:
-        """Copy a tensor to the host."""
-        self._live()
-        copy: NDArray[np.generic] = cast("HfHandle", handle).value.numpy().copy()
-        return copy
-
-    def close(self) -> None:
-        """Free the model."""
-        self._model = None
-
-    def _live(self) -> Any:
-        if self._model is None:
-            raise RuntimeError("the session is closed")
-        return self._model
+    def _view(self, handle: TensorHandle) -> NDArray[Any]:
+        view: NDArray[Any] = cast("HfHandle", handle).value.numpy()
+        return view
 
 
 @dataclass(frozen=True, slots=True)

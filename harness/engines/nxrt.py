@@ -17,17 +17,15 @@ from harness.engines.base import (
     OptionValue,
     SessionInfo,
     TensorHandle,
-    TopLogits,
 )
+from harness.engines.host import HostSession
 from harness.engines.options import complete
-from harness.engines.reduce import top_logits_of
-from harness.engines.tensor_types import dtype_of_array, is_native, numpy_dtype
+from harness.engines.tensor_types import dtype_of_array, is_native
 from harness.engines.wording import first_line
 from harness.errors import EngineFailedError, EngineUnavailableError, InputError, ParityError
-from harness.ports import PortInventory, inventory_from_session
+from harness.ports import inventory_from_session
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 __all__ = ["ENGINE", "NxrtEngine", "NxrtHandle", "NxrtSession"]
@@ -52,33 +50,18 @@ class NxrtHandle:
         return dtype_of_array(self.value.dtype)
 
 
-class NxrtSession:
-    """A `harness.engines.base.Session` around an `nxrt.InferenceSession`."""
+class NxrtSession(HostSession[Any]):
+    """A `harness.engines.base.Session` around an `nxrt.InferenceSession`.
+
+    nxrt renames symbolic axes in its ports, equal names staying equal.
+    """
 
     def __init__(self, session: Any, *, info: SessionInfo) -> None:
-        self._session = session
-        self._info = info
-        self._inventory = inventory_from_session(session)
-
-    @property
-    def inventory(self) -> PortInventory:
-        """The ports as nxrt reports them: it renames symbolic axes, equal names staying equal."""
-        return self._inventory
-
-    @property
-    def info(self) -> SessionInfo:
-        """What runs and how."""
-        return self._info
+        super().__init__(session, info=info, inventory=inventory_from_session(session))
 
     def place(self, array: NDArray[Any]) -> NxrtHandle:
         """Wrap a host array; nxrt copies it when it is fed."""
         return NxrtHandle(array)
-
-    def zeros(self, shape: Sequence[int], dtype: str) -> NxrtHandle:
-        """Zeros on the host."""
-        import numpy as np
-
-        return NxrtHandle(np.zeros(tuple(shape), dtype=numpy_dtype(dtype)))
 
     def run(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> dict[str, TensorHandle]:
         """Run the graph once; see `harness.engines.base.Session.run`."""
@@ -88,27 +71,17 @@ class NxrtSession:
             values = session.run_with_values(list(outputs), arrays)
         return {name: NxrtHandle(value) for name, value in zip(outputs, values, strict=True)}
 
-    def top_logits(
-        self, logits: TensorHandle, *, k: int, positions: Sequence[int] | None = None
-    ) -> list[TopLogits]:
-        """The largest logits, over a view of nxrt's memory."""
-        self._live()
-        return top_logits_of(_view(cast("NxrtHandle", logits).value), k, positions)
+    def _view(self, handle: TensorHandle) -> NDArray[Any]:
+        """Over the memory of an NxrtValue; a copy where numpy's DLPack lacks the type."""
+        import numpy as np
 
-    def copy_out(self, handle: TensorHandle) -> NDArray[np.generic]:
-        """Copy a tensor to the host."""
-        self._live()
-        copy: NDArray[np.generic] = _view(cast("NxrtHandle", handle).value).copy()
-        return copy
-
-    def close(self) -> None:
-        """Free the session."""
-        self._session = None
-
-    def _live(self) -> Any:
-        if self._session is None:
-            raise RuntimeError("the session is closed")
-        return self._session
+        value = cast("NxrtHandle", handle).value
+        if isinstance(value, np.ndarray):
+            return value
+        if not is_native(value.dtype):
+            copy: NDArray[Any] = value.numpy()
+            return copy
+        return np.from_dlpack(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +128,6 @@ class NxrtEngine:
             session = nxrt.InferenceSession(str(model))
         info = SessionInfo(engine=self.name, version=found.version or "unknown", mode="eager")
         return NxrtSession(session, info=info)
-
-
-def _view(value: Any) -> NDArray[Any]:
-    """A numpy array over the memory of an NxrtValue; a copy where numpy's DLPack lacks the type."""
-    import numpy as np
-
-    if isinstance(value, np.ndarray):
-        return value
-    if not is_native(value.dtype):
-        copy: NDArray[Any] = value.numpy()
-        return copy
-    return np.from_dlpack(value)
 
 
 @contextlib.contextmanager

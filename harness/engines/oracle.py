@@ -19,14 +19,14 @@ from harness.engines.base import (
     TensorHandle,
     TopLogits,
 )
+from harness.engines.host import HostSession
 from harness.engines.options import Choice, Count, complete
 from harness.engines.reduce import merged, top_logits_of
-from harness.engines.tensor_types import dtype_of_array, numpy_dtype
+from harness.engines.tensor_types import dtype_of_array
 from harness.errors import EngineFailedError, InputError
 from harness.ports import Port, PortInventory
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from harness.oracle import DeferredOutput, OracleModel, TensorSpec
@@ -105,40 +105,24 @@ def _settled(deferred: DeferredOutput, row: int, top: TopLogits, k: int) -> TopL
     return replace(top, token_ids=top.token_ids[:k], values=top.values[:k])
 
 
-class OracleSession:
+class OracleSession(HostSession["OracleModel"]):
     """A `harness.engines.base.Session` around a `harness.oracle.OracleModel`. Nothing is copied.
 
-    Outputs that end in a product with a weight, as logits do, are computed when something reads them, and
-    `top_logits` reads them piece by piece: no array of [positions, vocab] comes to be.
+    Its ports are those that the graph declares, in its own dtypes; initialisers are no inputs. Outputs that
+    end in a product with a weight, as logits do, are computed when something reads them, and `top_logits`
+    reads them piece by piece: no array of [positions, vocab] comes to be.
     """
 
     def __init__(self, model: OracleModel, *, info: SessionInfo) -> None:
-        self._model: OracleModel | None = model
-        self._info = info
-        self._inventory = PortInventory(
+        ports = PortInventory(
             inputs=tuple(_port(spec) for spec in model.inputs),
             outputs=tuple(_port(spec) for spec in model.outputs),
         )
-
-    @property
-    def inventory(self) -> PortInventory:
-        """The ports that the graph declares, in its own dtypes; initialisers are no inputs."""
-        return self._inventory
-
-    @property
-    def info(self) -> SessionInfo:
-        """What runs and how."""
-        return self._info
+        super().__init__(model, info=info, inventory=ports)
 
     def place(self, array: NDArray[Any]) -> OracleHandle:
         """Wrap a host array."""
         return OracleHandle(array)
-
-    def zeros(self, shape: Sequence[int], dtype: str) -> OracleHandle:
-        """Zeros on the host."""
-        import numpy as np
-
-        return OracleHandle(np.zeros(tuple(shape), dtype=numpy_dtype(dtype)))
 
     def run(self, feeds: Mapping[str, TensorHandle], outputs: Sequence[str]) -> dict[str, TensorHandle]:
         """Run the graph once; see `harness.engines.base.Session.run`."""
@@ -160,8 +144,7 @@ class OracleSession:
         """
         handle = cast("OracleHandle", logits)
         if handle.deferred is None or len(handle.shape) not in (2, 3) or handle.shape[0] != 1:
-            self._live()
-            return top_logits_of(handle.array, k, positions)
+            return super().top_logits(logits, k=k, positions=positions)
         count = handle.shape[1] if len(handle.shape) == 3 else 1
         rows = list(range(count))
         return self._top_at(handle, k, rows if positions is None else [rows[place] for place in positions])
@@ -224,20 +207,8 @@ class OracleSession:
         """See `harness.engines.base.ProvingSession`; with what bounds: `harness.oracle.proof`."""
         return self._live().prove().mapping()
 
-    def copy_out(self, handle: TensorHandle) -> NDArray[np.generic]:
-        """A copy of a tensor."""
-        self._live()
-        copy: NDArray[np.generic] = cast("OracleHandle", handle).array.copy()
-        return copy
-
-    def close(self) -> None:
-        """Free the model."""
-        self._model = None
-
-    def _live(self) -> OracleModel:
-        if self._model is None:
-            raise RuntimeError("the session is closed")
-        return self._model
+    def _view(self, handle: TensorHandle) -> NDArray[Any]:
+        return cast("OracleHandle", handle).array
 
 
 @dataclass(frozen=True, slots=True)
