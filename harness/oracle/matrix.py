@@ -22,11 +22,13 @@ from harness.oracle.node import Residency, Tensor
 from harness.oracle.workers import Claims, share
 
 __all__ = [
+    "WAYS",
     "Deferred",
     "DenseMatrix",
     "Matrix",
     "Projection",
     "ResidentMatrix",
+    "is_deep",
     "multiply_in_chunks",
     "multiply_tile",
     "narrow_tile_rows",
@@ -60,6 +62,9 @@ which takes a third of the time where there are few tokens. Source: its `gemm_sm
 
 _FEW_FOR_SMALL = 48
 """Tokens up to which products of that size are faster than one large one."""
+
+WAYS = (1, 2, _FEWEST_PADDED, _FEW + 1, _FEW_FOR_SMALL + 1, _MANY)
+"""Tokens from which a product goes another way than for fewer; what proves products asks each of them."""
 
 _SMALL_DEPTH = 640
 """Most terms of a sum in such a product: so it has rows enough for its registers."""
@@ -306,6 +311,11 @@ def multiply_tile(tile: Tensor, columns: Tensor, out: Tensor) -> None:
             np.add.reduce(sums, axis=1, out=out[:whole].reshape(shape))
     if whole < rows:
         np.matmul(tile[whole:], columns, out=out[whole:])
+
+
+def is_deep(depth: int) -> bool:
+    """Whether a sum of `depth` terms goes another way than a shorter one; what proves products asks both."""
+    return depth > _SMALL_DEPTH
 
 
 @functools.cache

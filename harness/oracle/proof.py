@@ -1,10 +1,10 @@
 """The oracle's proof: the kernels of this model, as planned, give sums that are known, to its precision.
 
-For each kind of node that sums products the smallest node of the model is asked (`harness.oracle.sums`). A
-sum of n products in floating point, in any order, is off by at most g(n) times the sum of their magnitudes,
-with g(n) = n u / (1 - n u) and u the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms,
-section 3.1). What rounds to less than the oracle's precision on the way (activations in eight bits, half
-precision, TF32) is off by many times that.
+For each kind of node that sums products the smallest node of the model is asked (`harness.oracle.sums`), for
+a token, a few and many, with a cache and without. A sum of n products in floating point, in any order, is off
+by at most g(n) times the sum of their magnitudes, with g(n) = n u / (1 - n u) and u the unit roundoff
+(Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). What rounds to less than the oracle's
+precision on the way (activations in eight bits, half precision, TF32) is off by many times that.
 
 Of a weight that holds NaN or infinity no sum is known, and no bound says anything: its node fails, and the
 entry says for which reason. An error that is NaN or infinite fails whatever the bound.
@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from harness.oracle.executor import Body
+from harness.oracle.matrix import Projection
+from harness.oracle.node import Compute
 from harness.oracle.precision import Precision, is_float
 from harness.oracle.sums import SUMMING, KnownSums, Probe, Site, known_sums
 
@@ -141,10 +143,15 @@ def prove(body: Body, precision: Precision) -> Proof:
     entries = []
     for site, sums in found.smallest.values():
         try:
-            entries.append(_entry(site, sums, unit, rng))
+            entry = _entry(site, sums, unit, rng)
         # What is no fault of precision shows when the graph runs, too.
         except Exception as error:
             found.skip(site, _unasked(error))
+            continue
+        if entry is None:
+            found.skip(site, "its outputs are empty")
+        else:
+            entries.append(entry)
     passed = all(entry.passed for entry in entries) if entries else None
     return Proof(
         precision=precision.name,
@@ -201,12 +208,18 @@ def _cost(sums: KnownSums) -> tuple[bool, int]:
     return small, -sums.size if small else sums.size
 
 
-def _entry(site: Site, sums: KnownSums, unit: float, rng: np.random.Generator) -> ProofEntry:
-    """Run a node's kernel on all its probes."""
-    factor = _gamma(sums.terms + _MORE_ROUNDINGS, unit)
-    # What is expected is a sum in float64 itself.
-    factor += _gamma(sums.terms + _MORE_ROUNDINGS, float(np.finfo(np.float64).eps) / 2)
-    error, bound = _worst(_differences(site, probe, factor) for probe in sums.probes(rng))
+def _entry(site: Site, sums: KnownSums, unit: float, rng: np.random.Generator) -> ProofEntry | None:
+    """Run a node's kernel on all its probes; None where they have no sum to look at."""
+
+    def factor(probe: Probe) -> float:
+        count = sums.terms + probe.roundings + _MORE_ROUNDINGS
+        # What is expected is a sum in float64 itself.
+        return _gamma(count, unit) + _gamma(count, float(np.finfo(np.float64).eps) / 2)
+
+    worst = _worst(_differences(site, probe, factor(probe)) for probe in sums.probes(rng))
+    if worst is None:
+        return None
+    error, bound = worst
     # Both are compared as numbers: infinity keeps to no bound, an infinite one included.
     passed = math.isfinite(bound) and error <= bound
     return ProofEntry(
@@ -240,18 +253,28 @@ def _gamma(count: int, unit: float) -> float:
 
 def _differences(site: Site, probe: Probe, factor: float) -> tuple[Any, Any]:
     """How far each sum is off, and how far it may be."""
-    result = site.step.compute(*probe.arguments)
-    first = result[0] if isinstance(result, tuple) else result
-    sums = probe.pick(np.asarray(first)).astype(np.float64)
+    sums = probe.pick(np.asarray(_result(site.step.compute, probe))).astype(np.float64)
     error = np.abs(sums.reshape(probe.expected.shape) - probe.expected)
     # What is too small for the exponent is rounded by itself.
     tiny = float(np.finfo(site.node.precision.dtype).tiny) * _MORE_ROUNDINGS
     return error, factor * probe.magnitude + tiny
 
 
-def _worst(differences: Iterable[tuple[Any, Any]]) -> tuple[float, float]:
-    """The error that is largest measured by its bound, and that bound."""
-    worst, found = -1.0, (0.0, 0.0)
+def _result(compute: Compute, probe: Probe) -> Any:
+    """The kernel's first output, or of a product the rows that are asked, and no others where that can be."""
+    rows = probe.rows
+    if rows is not None and isinstance(compute, Projection):
+        product = compute.later(*probe.arguments)
+        if rows.stop - rows.start < product.matrix.rows:
+            return product.columns(rows.start, rows.stop)
+    result = compute(*probe.arguments)
+    first = result[0] if isinstance(result, tuple) else result
+    return first if rows is None else first[..., rows]
+
+
+def _worst(differences: Iterable[tuple[Any, Any]]) -> tuple[float, float] | None:
+    """The error that is largest measured by its bound, and that bound; None of no differences at all."""
+    worst, found = -1.0, None
     for error, bound in differences:
         if not error.size:
             continue

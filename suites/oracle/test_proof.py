@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from fixtures.decoders import save_graph
 from fixtures.planted_kernels import LOSSES, plant_kernel
 from harness.engines.oracle import ENGINE
 from harness.errors import EngineFailedError
-from harness.oracle import OracleModel, Proof
-from harness.oracle.matrix import _SHARED_FROM
+from harness.oracle import OracleModel, Proof, matrix
+from harness.oracle import proof as proving
+from harness.oracle.kernels import attention, group_query, multi_head
+from harness.oracle.matrix import _SHARED_FROM, WAYS
 
 CONTRIB = "com.microsoft"
 SaveNode = Callable[..., Path]
@@ -54,6 +57,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "MatMul of two inputs": ("MatMul", [weights(2, 3, 5), weights(2, 5, 4)], (), {}),
     "MatMul with a stack of weights": ("MatMul", [weights(3, 40), weights(2, 40, 6)], (1,), {}),
     "MatMul large enough for tiles": ("MatMul", [weights(3, 256), weights(256, 128)], (1,), {}),
+    "MatMul of long sums": ("MatMul", [weights(3, 2000), weights(2000, 20)], (1,), {}),
     "MatMul with weights near overflow": ("MatMul", [weights(3, 70), weights(70, 20) * 5e37], (1,), {}),
     "Gemm": (
         "Gemm",
@@ -86,11 +90,25 @@ CASES: dict[str, tuple[Any, ...]] = {
         (1, 2),
         {"group": 2, "pads": [2, 1], "strides": [2], "dilations": [2]},
     ),
+    "Conv of many channels": ("Conv", [weights(1, 50, 9), weights(8, 50, 3)], (1,), {}),
+    "Conv with a computed bias": ("Conv", [weights(1, 3, 9), weights(8, 3, 3), weights(8)], (1,), {}),
     "Conv by channel": ("Conv", [weights(1, 6, 9), weights(6, 1, 4)], (1,), {"group": 6, "pads": [3, 0]}),
     "CausalConvWithState": (
         "CausalConvWithState",
         [weights(1, 6, 9), weights(6, 1, 4), weights(6), weights(1, 6, 3)],
         (1, 2),
+        {"activation": "silu", "domain": CONTRIB},
+    ),
+    "CausalConvWithState of two taps": (
+        "CausalConvWithState",
+        [weights(1, 6, 9), weights(6, 1, 2), None, weights(1, 6, 1)],
+        (1,),
+        {"domain": CONTRIB},
+    ),
+    "CausalConvWithState with small weights": (
+        "CausalConvWithState",
+        [weights(1, 6, 9), weights(6, 1, 4) / 10**6, None, weights(1, 6, 3)],
+        (1,),
         {"activation": "silu", "domain": CONTRIB},
     ),
     "CausalConvWithState without a state": (
@@ -99,23 +117,60 @@ CASES: dict[str, tuple[Any, ...]] = {
         (1,),
         {"domain": CONTRIB},
     ),
-    "LinearAttention": (
-        "LinearAttention",
-        [weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 24), None, weights(1, 3, 2), weights(1, 3, 2)],
-        (),
-        {"q_num_heads": 4, "kv_num_heads": 2, "domain": CONTRIB},
-    ),
+    **{
+        f"LinearAttention, {rule}": (
+            "LinearAttention",
+            [
+                *(weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 24), weights(1, 2, 16, 12)),
+                *(weights(1, 3, 2), weights(1, 3, 2)),
+            ],
+            (),
+            {"q_num_heads": 4, "kv_num_heads": 2, "update_rule": rule, "domain": CONTRIB},
+        )
+        for rule in ("linear", "gated", "delta", "gated_delta")
+    },
     "LinearAttention with fewer queries": (
         "LinearAttention",
         [weights(1, 3, 16), weights(1, 3, 16), weights(1, 3, 24)],
         (),
         {"q_num_heads": 1, "kv_num_heads": 2, "update_rule": "linear", "scale": 0.3, "domain": CONTRIB},
     ),
+    "GatedDeltaNet": (
+        "GatedDeltaNet",
+        [
+            *(weights(3, 2, 8), weights(3, 2, 8), weights(3, 4, 6), np.array([0, 3], np.int32)),
+            *(weights(3, 4), weights(3, 4), weights(1, 4, 6, 8)),
+        ],
+        (),
+        {"domain": CONTRIB},
+    ),
+    "GatedDeltaNet with its own gates": (
+        "GatedDeltaNet",
+        [
+            *(weights(3, 56), None, None, None, weights(3, 4), weights(3, 4), weights(1, 4, 6, 8)),
+            *(weights(4), weights(4, seed=3)),
+        ],
+        (7, 8),
+        {"gate_activation": "qwen", "beta_activation": "sigmoid", "qk_l2_norm": 1, "domain": CONTRIB},
+    ),
     "Attention": (
         "Attention",
         [weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 32), weights(3, 6), ZEROS, ZEROS],
         (),
         {"q_num_heads": 4, "kv_num_heads": 2, "is_causal": 1},
+    ),
+    "Attention with a mask, a window and a softcap": (
+        "Attention",
+        [*(weights(1, 2, 3, 8) for _ in range(3)), np.ones((3, 6), bool), ZEROS, ZEROS],
+        (),
+        {"is_causal": 1, "softcap": 3.0, "scale": 0.7, "left_window_size": 9, "opset": 25},
+    ),
+    "Attention without a cache": ("Attention", [weights(1, 2, 3, 8) for _ in range(3)], (), {}),
+    "Attention of a cache of fixed size": (
+        "Attention",
+        [*(weights(1, 2, 3, 8) for _ in range(3)), None, None, None, np.array([3])],
+        (),
+        {"is_causal": 1},
     ),
     "GroupQueryAttention": (
         "GroupQueryAttention",
@@ -127,14 +182,77 @@ CASES: dict[str, tuple[Any, ...]] = {
         (7, 8),
         {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1, "local_window_size": 10, "domain": CONTRIB},
     ),
+    "GroupQueryAttention with tables that are fed": (
+        "GroupQueryAttention",
+        [
+            *(weights(1, 3, width) for width in (64, 32, 32)),
+            *(ZEROS, ZEROS, np.array([5], np.int32), np.array([6], np.int32)),
+            *(weights(30, 8), weights(30, 8), np.arange(3)[None]),
+        ],
+        (),
+        {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1, "rotary_interleaved": 1, "domain": CONTRIB},
+    ),
+    "GroupQueryAttention with norms": (
+        "GroupQueryAttention",
+        [
+            *(weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 32), ZEROS, ZEROS),
+            *(np.array([5], np.int32), np.array([6], np.int32), weights(30, 6), weights(30, 6)),
+            *(None,) * 5,
+            *(weights(16) * 9, weights(16, seed=3)),
+        ],
+        (7, 8, 14, 15),
+        {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1, "domain": CONTRIB},
+    ),
+    "GroupQueryAttention with a sink, a bias and a softcap": (
+        "GroupQueryAttention",
+        [
+            *(weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 32), ZEROS, ZEROS),
+            *(np.array([5], np.int32), np.array([6], np.int32), None, None, None, weights(1, 1, 3, 6)),
+            weights(4),
+        ],
+        (11,),
+        {"num_heads": 4, "kv_num_heads": 2, "softcap": 3.0, "scale": 0.3, "domain": CONTRIB},
+    ),
+    "GroupQueryAttention with a smooth softmax": (
+        "GroupQueryAttention",
+        [
+            *(weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 32), ZEROS, ZEROS),
+            *(np.array([5], np.int32), np.array([6], np.int32)),
+        ],
+        (),
+        {"num_heads": 4, "kv_num_heads": 2, "smooth_softmax": 1, "domain": CONTRIB},
+    ),
     "GroupQueryAttention, packed": (
         "GroupQueryAttention",
         [weights(1, 3, 128), None, None, ZEROS, ZEROS, np.array([5], np.int32), np.array([6], np.int32)],
         (),
         {"num_heads": 4, "kv_num_heads": 2, "domain": CONTRIB},
     ),
+    "MultiHeadAttention": (
+        "MultiHeadAttention",
+        [
+            *(weights(1, 3, 32), weights(1, 3, 32), weights(1, 3, 32), None, np.ones((1, 6), np.int32)),
+            *(weights(1, 1, 3, 6), ZEROS, ZEROS),
+        ],
+        (),
+        {"num_heads": 2, "unidirectional": 1, "domain": CONTRIB},
+    ),
+    "MultiHeadAttention with biases of its rows": (
+        "MultiHeadAttention",
+        [weights(1, 3, 80), weights(1, 3, 80), weights(1, 3, 80), weights(240)],
+        (3,),
+        {"num_heads": 2, "scale": 0.3, "domain": CONTRIB},
+    ),
+    "MultiHeadAttention with fed biases of its rows": (
+        "MultiHeadAttention",
+        [weights(1, 3, 80), weights(1, 3, 80), weights(1, 3, 80), weights(240)],
+        (),
+        {"num_heads": 2, "domain": CONTRIB},
+    ),
 }
 """Operator, inputs, which of them are constant, attributes."""
+
+ATTENDING = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
 
 
 def proof_of(path: Path, **options: Any) -> Proof:
@@ -162,51 +280,215 @@ def test_an_honest_kernel_keeps_to_the_bound(
     assert proof.unit_roundoff == {"float32": 2.0**-24, "float64": 2.0**-53}[precision]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", [name for name in CASES if "CausalConv" not in name])
+RULES = {"linear": (4, 5), "gated": (5,), "delta": (4,), "gated_delta": ()}
+"""Inputs that an update rule of LinearAttention leaves alone."""
+
+
+def losses() -> list[tuple[str, int, str]]:
+    """Each case with each input that its kernel gets at a call and each loss; -1 for those of its result."""
+    found = []
+    for name, (op_type, inputs, constants, attributes) in CASES.items():
+        planned = constants if op_type in ("MatMul", "FusedMatMul", "Gemm", "MatMulNBits", "Conv") else ()
+        idle = RULES[attributes.get("update_rule", "gated_delta")] if op_type == "LinearAttention" else ()
+        for loss in LOSSES:
+            if "activations" not in loss:
+                found.append((name, -1, loss))
+                continue
+            for at, x in enumerate(inputs):
+                if x is not None and x.dtype.kind == "f" and at not in (*planned, *idle):
+                    found.append((name, at, loss))
+    # A block of one value in eight bits loses nothing.
+    found.remove(("CausalConvWithState of two taps", 3, "int8 activations"))
+    return found
+
+
+def losing(loss: str, at: int) -> Any:
+    """A loss on input `at`, or on the first of the outputs."""
+
+    def change(x: Any) -> Any:
+        return x if x is None or not x.size else LOSSES[loss](lambda x: x, (x,))
+
+    def run(compute: Any, inputs: Any) -> Any:
+        if at >= 0:
+            return compute(*(change(x) if index == at else x for index, x in enumerate(inputs)))
+        result = compute(*inputs)
+        return (change(result[0]), *result[1:]) if isinstance(result, tuple) else change(result)
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "at", "loss"), losses())
 def test_a_kernel_that_loses_precision_breaks_the_bound(
-    name: str, loss: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, at: int, loss: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Activations or results in eight bits, half precision or TF32, by two times the bound at least."""
+    """Whatever it is fed with, or its result, in eight bits, half precision or TF32: by twice the bound."""
     op_type, *_, attributes = CASES[name]
-    lose = LOSSES[loss]
-    if "Attention" in name:  # the sums are over values, and there are several outputs
-        at = 0 if name.startswith("Linear") or "packed" in name else 2
-        lose = on_attention(loss, at)
-    plant_kernel(monkeypatch, op_type, lose, domain=attributes.get("domain", ""))
+    plant_kernel(monkeypatch, op_type, losing(loss, at), domain=attributes.get("domain", ""))
     (entry,) = (proof := proof_of(saved(save_one_node, tmp_path, name))).entries
     assert (proof.passed, entry.passed) == (False, False)
     assert not entry.max_error <= 2 * entry.bound
 
 
-def on_attention(loss: str, at: int) -> Any:
-    """A loss on input `at`, or on the first of several outputs."""
-    lose = LOSSES[loss]
-
-    def run(compute: Any, inputs: Any) -> Any:
-        if "activations" in loss:
-            lost = lose(lambda x: x, (inputs[at],))
-            return compute(*inputs[:at], lost, *inputs[at + 1 :])
-        first, *others = compute(*inputs)
-        return lose(lambda x: x, (first,)), *others
-
-    return run
-
-
-@pytest.mark.parametrize("name", ["CausalConvWithState", "CausalConvWithState without a state"])
-def test_a_convolution_with_a_state_in_half_precision_breaks_the_bound(
-    name: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", CASES)
+def test_honest_kernels_are_far_from_the_bound(
+    name: str, seed: int, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind its activation too."""
+    """Whatever is drawn: so no kernel fails by chance."""
+    monkeypatch.setattr(proving, "_SEED", seed)
+    (entry,) = proof_of(saved(save_one_node, tmp_path, name)).entries
+    assert entry.max_error <= 0.5 * entry.bound
 
-    def half(compute: Any, inputs: Any) -> Any:
-        return compute(inputs[0].astype(np.float16).astype(inputs[0].dtype), *inputs[1:])
 
-    plant_kernel(monkeypatch, "CausalConvWithState", half, domain=CONTRIB)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if "activations" in loss])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] in ATTENDING])
+def test_scores_in_less_precision_break_the_bound(
+    name: str, loss: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside the kernel, where queries and keys are rotated and normalised already."""
+    path = saved(save_one_node, tmp_path, name)
+    for module in (attention, group_query, multi_head):
+
+        def lose(q: Any, k: Any, *, real: Any = module.scores, **more: Any) -> Any:
+            return real(*(LOSSES[loss](lambda x: x, (x,)) for x in (q, k)), **more)
+
+        monkeypatch.setattr(module, "scores", lose)
+    (entry,) = proof_of(path).entries
+    assert not entry.max_error <= 2 * entry.bound
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if "activations" in loss])
+def test_packed_queries_and_keys_are_asked_too(
+    loss: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only the values that lie behind them in the same input."""
+
+    def lose(compute: Any, inputs: Any) -> Any:
+        packed, width = inputs[0].copy(), inputs[0].shape[-1] // 8
+        packed[..., : 6 * width] = LOSSES[loss](lambda x: x, (packed[..., : 6 * width],))
+        return compute(packed, *inputs[1:])
+
+    plant_kernel(monkeypatch, "GroupQueryAttention", lose, domain=CONTRIB)
+    assert proof_of(saved(save_one_node, tmp_path, "GroupQueryAttention, packed")).passed is False
+
+
+FEW = ["MatMul", "MatMul of two inputs", "MatMul of long sums", "Gemm", "4 bits", "4 bits in tiles"]
+
+
+@pytest.mark.parametrize(("least", "beyond"), list(itertools.pairwise((*WAYS, 1025))))
+@pytest.mark.parametrize("name", FEW)
+def test_each_way_by_tokens_is_asked(
+    name: str,
+    least: int,
+    beyond: int,
+    save_one_node: SaveNode,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel that loses only for some numbers of tokens, as products go other ways for them."""
+    op_type, *_, attributes = CASES[name]
+    tokens = -1 if attributes.get("transA") else -2
+
+    def lose(compute: Any, inputs: Any) -> Any:
+        some = least <= inputs[0].shape[tokens] < beyond
+        return losing("half activations", 0)(compute, inputs) if some else compute(*inputs)
+
+    plant_kernel(monkeypatch, op_type, lose, domain=attributes.get("domain", ""))
     assert proof_of(saved(save_one_node, tmp_path, name)).passed is False
 
 
-@pytest.mark.parametrize("name", ["MatMul", "Gemm", "4 bits", "2 bits, packed zero points"])
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if "activations" in loss])
+@pytest.mark.parametrize("name", ["MatMul of long sums", "4 bits, half scales", "4 bits in tiles"])
+def test_each_block_of_features_is_asked(
+    name: str, loss: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that loses in one block alone, whichever it is."""
+    op_type, inputs, _, attributes = CASES[name]
+    size = attributes.get("block_size", 32)
+    block = slice(0, 0)
+
+    def lose(compute: Any, given: Any) -> Any:
+        x = given[0].copy()
+        x[..., block] = LOSSES[loss](lambda x: x, (x[..., block],))
+        return compute(x, *given[1:])
+
+    plant_kernel(monkeypatch, op_type, lose, domain=attributes.get("domain", ""))
+    model = OracleModel.load(saved(save_one_node, tmp_path, name))
+    for start in range(0, inputs[0].shape[-1], size):
+        block = slice(start, start + size)
+        assert model.prove().passed is False, start
+
+
+def test_each_part_of_a_conv_is_asked(
+    save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss in one channel, whichever it is."""
+    some = 0
+
+    def lose(compute: Any, given: Any) -> Any:
+        x = given[0].copy()
+        x[:, some] = x[:, some].astype(np.float16)
+        return compute(x, *given[1:])
+
+    plant_kernel(monkeypatch, "Conv", lose)
+    model = OracleModel.load(saved(save_one_node, tmp_path, "Conv of many channels"))
+    for some in range(50):
+        assert model.prove().passed is False, some
+
+
+def test_long_sums_are_asked_beside_short_ones(
+    save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go another way, in parts: the smallest weight of a model does not stand for them."""
+    path = save_graph(
+        tmp_path / "model.onnx",
+        [helper.make_node("MatMul", ["x", name], [f"y_{name}"], name=name) for name in ("short", "long")],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, None)],
+        [helper.make_tensor_value_info(f"y_{name}", TensorProto.FLOAT, None) for name in ("short", "long")],
+        {"short": weights(100, 200), "long": weights(2000, 200)},
+    )
+
+    def lose(compute: Any, inputs: Any) -> Any:
+        long = inputs[0].shape[-1] > 1000
+        return losing("int8 activations", 0)(compute, inputs) if long else compute(*inputs)
+
+    plant_kernel(monkeypatch, "MatMul", lose)
+    assert [(entry.node, entry.passed) for entry in proof_of(path).entries] == [
+        ("short", True),
+        ("long", False),
+    ]
+
+
+def test_a_large_weight_is_multiplied_by_many_tokens_in_part(
+    save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ways are asked of some of its rows, and what computes them alone is what is asked."""
+    path = save_one_node(
+        tmp_path / "n.onnx", "MatMul", [weights(3, 512), weights(512, 16384)], constants=(1,)
+    )
+    model, sizes = OracleModel.load(path), []
+    real = matrix.product
+
+    def counted(weight: Any, tokens: Any, start: int = 0, stop: int | None = None) -> Any:
+        y = real(weight, tokens, start, stop)
+        sizes.append(y.size)
+        return y
+
+    monkeypatch.setattr(matrix, "product", counted)
+    assert model.prove().passed
+    assert len(sizes) == 2 + len(WAYS)
+    assert sorted(sizes)[-2:] == [16384, 16384 * 8]
+    monkeypatch.setattr(matrix, "product", lambda *given: real(*given).astype(np.float16).astype(np.float32))
+    assert model.prove().passed is False
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("MatMul", "MatMul of long sums", "MatMul with a stack of weights", "Gemm", "4 bits"),
+        *("2 bits, packed zero points", "Conv", "Conv of many channels", "Conv by channel"),
+    ],
+)
 def test_rounded_weights_break_the_bound(
     name: str, save_one_node: SaveNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +604,89 @@ def test_what_cannot_be_asked_is_listed(save_one_node: SaveNode, tmp_path: Path)
     assert proof.reason
     (node,) = proof.not_probed
     assert (node.operator, node.node) == ("Einsum", "the_node")
+
+
+UNKNOWN: dict[str, tuple[Any, ...]] = {
+    "Attention, constant keys": ("Attention", [weights(1, 2, 3, 8) for _ in range(3)], (1,), {}),
+    "GroupQueryAttention, a quantised cache": (
+        "GroupQueryAttention",
+        [
+            *(weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 32)),
+            *(np.zeros((1, 2, 3, 16), np.int8), np.zeros((1, 2, 3, 16), np.int8)),
+            *(np.array([5], np.int32), np.array([6], np.int32), *(None,) * 5, weights(1), weights(1)),
+        ],
+        (),
+        {
+            "num_heads": 4,
+            "kv_num_heads": 2,
+            "domain": CONTRIB,
+            "k_quant_type": "PER_TENSOR",
+            "v_quant_type": "PER_TENSOR",
+        },
+    ),
+    "GroupQueryAttention, a cache of a window": (
+        "GroupQueryAttention",
+        [
+            *(weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 32), ZEROS, ZEROS),
+            *(np.array([5], np.int32), np.array([6], np.int32)),
+        ],
+        (),
+        {
+            "num_heads": 4,
+            "kv_num_heads": 2,
+            "domain": CONTRIB,
+            "sliding_window_cache": 1,
+            "local_window_size": 2,
+        },
+    ),
+    "GroupQueryAttention, constant positions": (
+        "GroupQueryAttention",
+        [
+            *(weights(1, 3, 64), weights(1, 3, 32), weights(1, 3, 32), ZEROS, ZEROS),
+            *(np.array([5], np.int32), np.array([6], np.int32), weights(30, 8), weights(30, 8)),
+            np.arange(3)[None],
+        ],
+        (7, 8, 9),
+        {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1, "domain": CONTRIB},
+    ),
+    "MultiHeadAttention, packed": (
+        "MultiHeadAttention",
+        [weights(1, 3, 2, 3, 8)],
+        (),
+        {"num_heads": 2, "domain": CONTRIB},
+    ),
+    "LinearAttention, states of a window": (
+        "LinearAttention",
+        [weights(1, 3, 16), weights(1, 3, 16), weights(1, 3, 24)],
+        (),
+        {"q_num_heads": 2, "kv_num_heads": 2, "update_rule": "linear", "state_window": 2, "domain": CONTRIB},
+    ),
+    "CausalConvWithState, dilated": (
+        "CausalConvWithState",
+        [weights(1, 6, 9), weights(6, 1, 4)],
+        (1,),
+        {"dilation": 2, "domain": CONTRIB},
+    ),
+    "CausalConvWithState, no channels": (
+        "CausalConvWithState",
+        [weights(1, 0, 9), weights(0, 1, 4)],
+        (1,),
+        {"domain": CONTRIB},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_not_known_of_an_operator_is_listed(
+    name: str, save_one_node: SaveNode, tmp_path: Path
+) -> None:
+    """Configurations without a known sum, by operator and node; none passes without being asked."""
+    op_type, inputs, constants, attributes = UNKNOWN[name]
+    path = save_one_node(tmp_path / "node.onnx", op_type, inputs, constants=constants, **attributes)
+    proof = proof_of(path)
+    assert (proof.passed, proof.entries) == (None, ())
+    (node,) = proof.not_probed
+    assert (node.operator, node.node) == (op_type, "the_node")
 
 
 def test_an_oracle_that_rounds_on_purpose_says_so(save_one_node: SaveNode, tmp_path: Path) -> None:

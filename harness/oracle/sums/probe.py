@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from harness.oracle.executor import Step
 from harness.oracle.node import Node
 from harness.oracle.precision import Array
 
-if TYPE_CHECKING:
-    import numpy as np
-
-__all__ = ["BINADES", "TERMS", "KnownSums", "Probe", "Site", "spread"]
+__all__ = ["BINADES", "TERMS", "KnownSums", "Probe", "Site", "loud", "spread"]
 
 TERMS = 32
 """Terms of a sum, where the operator has so many."""
@@ -57,12 +56,16 @@ class Probe:
         expected: the sums, float64.
         magnitude: for each sum that of the absolute values of its terms.
         pick: takes from the kernel's first output what is expected; its shape may have axes of 1 more.
+        rows: of a product with a weight, those rows of the weight alone; None for all.
+        roundings: how often a sum is rounded on the way, beside what its terms cost.
     """
 
     arguments: list[Any]
     expected: Array
     magnitude: Array
     pick: Callable[[Array], Array] = lambda y: y
+    rows: slice | None = None
+    roundings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +90,9 @@ def spread(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any
     size = rng.uniform(1, 2, shape) * 2.0 ** rng.integers(-BINADES, BINADES + 1, shape)
     values: Array = (size * rng.choice((-1.0, 1.0), shape)).astype(dtype)
     return values
+
+
+def loud(values: Array) -> Array:
+    """The same with the largest magnitude that `spread` gives: what such a value loses shows in any sum."""
+    largest: Array = values * 2.0**BINADES / 2.0 ** np.floor(np.log2(np.abs(values)))
+    return largest
