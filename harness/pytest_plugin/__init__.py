@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["parity", "parity_engine", "parity_package", "parity_report_dir"]
 
 _MARKERS = (
-    "gpu: needs an NVIDIA GPU; with the fixture `parity` it is skipped where ort-cuda is not usable",
+    "gpu: needs an NVIDIA GPU; with the fixture `parity` it is skipped where ort-cuda is not usable, and "
+    "what counts for --parity-require=cuda is a check that ran there, not the marker",
     "real_model: needs packages of real models (--parity-model-dir); with `parity` it is skipped without",
     "bench: a benchmark with figures to report",
     "mutation: runs on changed code, to see that its tests notice",

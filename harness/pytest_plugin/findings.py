@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.pytest_plugin.settings import MODEL_DIR, folder_named_by, gate_of
 from harness.pytest_plugin.summary import FINDINGS
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class Finding:
         candidate: engine with version.
         placement: providers that ran its nodes.
         oracle: engine with version.
-        engines: names of both, and of that of a source model, where they ran.
+        gates: what it went through of what can be required: engines that ran, by name, and `cuda` where
+            something ran on a GPU; `model` where the package is one of `--parity-model-dir`.
         prompts: how many are identical, and how many there are.
         parts_at: prompt and token where they part first.
         margin: the oracle's there, or its smallest anywhere.
@@ -38,7 +40,7 @@ class Finding:
     candidate: str = ""
     placement: str = ""
     oracle: str = ""
-    engines: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
     prompts: str = ""
     parts_at: str = ""
     margin: str = ""
@@ -55,15 +57,14 @@ class Finding:
         margins = [p["min_margin"] for p in prompts if p["min_margin"] is not None]
         margin = parted[0][1]["oracle_margin"] if parted else min(margins, default=None)
         sides = [document["candidate"], document["oracle"]]
-        ran = [side for side in (*sides, document["source"]) if side and side["version"]]
-        placement = document["candidate"]["placement"] or {}
+        providers = (document["candidate"]["placement"] or {}).get("providers", {})
         return cls(
             verdict=_outcome(document),
             package=package,
             candidate=_engine(sides[0]),
-            placement=", ".join(placement.get("providers", {})),
+            placement=", ".join(providers),
             oracle=_engine(sides[1]),
-            engines=tuple(side["engine"] for side in ran),
+            gates=tuple(sorted(_gates(document, providers))),
             prompts=f"{sum(p['verdict'] == 'identical' for p in prompts)}/{len(prompts)}",
             parts_at=f"{parted[0][0]}:{parted[0][1]['index']}" if parted else "",
             margin="" if margin is None else f"{margin:.4f}",
@@ -74,12 +75,19 @@ class Finding:
     def properties(self) -> Iterator[tuple[str, object]]:
         """For `user_properties` of a test, from where JUnit XML has them."""
         for name, value in asdict(self).items():
-            if value and name != "engines":
+            if value and name != "gates":
                 yield f"parity_{name}", value
 
 
 def note(item: pytest.Item, finding: Finding) -> None:
     """Keep what a check in this test found."""
+    folder = folder_named_by(MODEL_DIR, item.config)
+    if (
+        finding.gates
+        and folder is not None
+        and Path(finding.package).resolve().is_relative_to(folder.resolve())
+    ):
+        finding = replace(finding, gates=(*finding.gates, "model"))
     item.stash.setdefault(FINDINGS, []).append(asdict(finding))
     item.user_properties.extend(finding.properties())
 
@@ -110,6 +118,18 @@ def _outcome(document: Mapping[str, Any]) -> str:
     if document["refusal"] is not None:
         return f"refused {document['refusal']['code']}"
     return "unavailable" if document["exit_code"] == 5 else "not checked"
+
+
+def _gates(document: Mapping[str, Any], providers: Mapping[str, Any]) -> set[str]:
+    """What ran, as gates; a candidate ran on a GPU where it placed nodes there, whatever it is called."""
+    candidate, *others = (document[side] for side in ("candidate", "oracle", "source"))
+    gates = {gate_of(side["engine"]) for side in others if side and side["version"]}
+    if candidate["version"]:
+        name = gate_of(candidate["engine"])
+        on_gpu = any("cuda" in provider.lower() and nodes for provider, nodes in providers.items())
+        gates |= {"cuda"} if on_gpu else set()
+        gates |= {name} - {"cuda"}
+    return gates
 
 
 def _engine(side: Mapping[str, Any]) -> str:

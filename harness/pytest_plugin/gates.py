@@ -12,7 +12,8 @@ import pytest
 
 from harness.engines.registry import parse_engine
 from harness.errors import InputError
-from harness.pytest_plugin.settings import MODEL_DIR, REQUIRE, folder_named_by, gate_of, required
+from harness.pytest_plugin.selection import packages
+from harness.pytest_plugin.settings import MODEL_DIR, REQUIRE, gate_of, required
 
 __all__ = ["missing", "require_engine", "require_marked", "require_package"]
 
@@ -53,8 +54,7 @@ def require_marked(item: pytest.Item) -> None:
     __tracebackhide__ = True
     if item.get_closest_marker("gpu") is not None:
         require_engine(item, "ort-cuda")
-    folder = folder_named_by(MODEL_DIR, item.config)
-    if item.get_closest_marker("real_model") is not None and not (folder and folder.is_dir()):
+    if item.get_closest_marker("real_model") is not None and not packages(item.config):
         _no_package(item)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from harness.pytest_plugin.settings import CANDIDATE, MODEL_DIR, folder_named_by, label
 
-__all__ = ["group", "parametrise", "turn"]
+__all__ = ["group", "packages", "parametrise", "turn"]
 
 _GPU_ENGINE = "ort-cuda"
 
@@ -21,7 +21,7 @@ def parametrise(metafunc: pytest.Metafunc) -> None:
     given = {name for mark in metafunc.definition.iter_markers("parametrize") for name in _names(mark)}
     asked = set(metafunc.fixturenames) - given
     if "parity_package" in asked:
-        found = _packages(metafunc.config)
+        found = packages(metafunc.config)
         # Without any there is one test still, to say so.
         params = [pytest.param(path, id=name, marks=pytest.mark.real_model) for name, path in found.items()]
         metafunc.parametrize(
@@ -101,7 +101,7 @@ def _engines(config: pytest.Config) -> list[str]:
     return sorted({entry.name for entry in entry_points(group="onnx_parity.engines")} - _NO_CANDIDATES)
 
 
-def _packages(config: pytest.Config) -> dict[str, Path]:
+def packages(config: pytest.Config) -> dict[str, Path]:
     """Folders with graphs in `--parity-model-dir`; or itself, where it holds graphs."""
     folder = folder_named_by(MODEL_DIR, config)
     if folder is None or not folder.is_dir():

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from harness.pytest_plugin.settings import REQUIRE, gate_of, is_ours, required
+from harness.pytest_plugin.settings import REQUIRE, is_ours, required
 
 __all__ = ["FINDINGS", "Summary"]
 
 _COLUMNS = ("verdict", "package", "candidate", "placement", "oracle", "prompts", "parts at", "margin", "test")
 _NUMBERS = frozenset({"prompts", "parts at", "margin"})
-_MARKED_GATES = {"gpu": "cuda", "real_model": "model"}
 
 FINDINGS = pytest.StashKey[list[dict[str, Any]]]()
 """What the checks of a test found and no report has told yet, as `harness.pytest_plugin.findings` has it."""
@@ -41,9 +40,10 @@ class Summary:
         report = yield
         if is_ours(item) or self._required:
             found = item.stash.get(FINDINGS, [])
-            gates = {gate_of(engine) for finding in found for engine in finding["engines"]}
-            if report.when == "call" and not report.skipped:
-                gates |= {gate for mark, gate in _MARKED_GATES.items() if item.get_closest_marker(mark)}
+            # What ran counts. A marker says what a test means to do, and not that it did.
+            gates = {gate for finding in found for gate in finding["gates"]}
+            if report.when == "call" and not report.skipped and _has_package(item):
+                gates.add("model")
             if found or gates:
                 # Attributes of a report that are plain data cross from a worker.
                 report.__dict__["onnx_parity"] = {"rows": list(found), "gates": sorted(gates)}
@@ -78,6 +78,12 @@ class Summary:
                 f"ERROR: {gate} is required ({REQUIRE.flag} or {REQUIRE.variable}), and no test ran with it.",
                 red=True,
             )
+
+
+def _has_package(item: pytest.Item) -> bool:
+    """Whether the fixture `parity_package` gave a test a package."""
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and callspec.params.get("parity_package") is not None
 
 
 def _short(package: str) -> str:

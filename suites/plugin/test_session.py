@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from suites.plugin.conftest import Run
+from suites.plugin.conftest import DECODER, Run
 
 pytest_plugins = ("pytester",)
 
@@ -99,6 +99,12 @@ GATES: dict[str, tuple[list[str], dict[str, int], int, str]] = {
         1,
         "nowhere: there is no folder of packages*",
     ),
+    "empty": (
+        ["--parity-model-dir=planted-1.0.dist-info"],
+        {"errors": 2},
+        1,
+        "planted-*: there is no folder of packages*",
+    ),
 }
 
 
@@ -127,8 +133,87 @@ def test_a_promised_lane_that_ran_nothing_is_an_error(project: pytest.Pytester, 
         ended = run("--parity-require=cuda", *selection)
         assert ended.ret == pytest.ExitCode.TESTS_FAILED
         ended.stdout.fnmatch_lines(["ERROR: cuda is required*no test ran with it."])
-    project.makepyfile("import pytest\n@pytest.mark.gpu\ndef test_it(): pass")
-    assert run("--parity-require=cuda").ret == 0
+
+
+CLAIMED = ("-p", "fixtures.claimed_cuda")
+"""`ort-cuda` is usable, and computes on the CPU."""
+
+PROMISED: dict[str, tuple[str, str, str, bool]] = {
+    # What is required, the test, the provider that ort-cuda claims (empty: it is not usable), and whether
+    # something ran with what is required. Each test passes, but those that need what is not there.
+    "a marker": ("cuda", "@pytest.mark.gpu\ndef test_it(): pass", "", False),
+    "a marker, and a GPU that it leaves alone": (
+        "cuda",
+        "@pytest.mark.gpu\ndef test_it(): pass",
+        "CUDA",
+        False,
+    ),
+    "the fixture alone": ("cuda", "@pytest.mark.gpu\ndef test_it(parity): pass", "CUDA", False),
+    "another engine": (
+        "cuda",
+        f"@pytest.mark.gpu\ndef test_it(parity): parity.check('models/one', candidate='ort-cpu', {CHECK})",
+        "CUDA",
+        False,
+    ),
+    "nodes on the CPU": (
+        "cuda",
+        f"@pytest.mark.gpu\ndef test_it(parity): parity.check('models/one', candidate='ort-cuda', {CHECK})",
+        "CPU",
+        False,
+    ),
+    "a check": (
+        "cuda",
+        f"def test_it(parity): parity.check('models/one', candidate='ort-cuda', {CHECK})",
+        "CUDA",
+        True,
+    ),
+    "an oracle": (
+        "cuda",
+        f"def test_it(parity): parity.check('models/one', candidate='ort-cpu', oracle='ort-cuda', {CHECK})",
+        "CUDA",
+        True,
+    ),
+    "a marker for models": ("model", "@pytest.mark.real_model\ndef test_it(): pass", "", False),
+    "a folder, and no model of it": (
+        "model",
+        "@pytest.mark.real_model\ndef test_it(parity): pass",
+        "",
+        False,
+    ),
+    "a model of another folder": ("model", f"def test_it(parity): parity.check('other', {CHECK})", "", False),
+    "a model that was checked": (
+        "model",
+        f"def test_it(parity): parity.check('models/one', {CHECK})",
+        "",
+        True,
+    ),
+    "a model that was given": ("model", "def test_it(parity_package): pass", "", True),
+    "an engine": ("misbehaving", "def test_it(parity_engine): pass", "", False),
+    "an engine that was checked": (
+        "misbehaving",
+        f"def test_it(parity): parity.check('models/one', candidate='misbehaving', {CHECK})",
+        "",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_what_ran_counts_and_no_marker(
+    name: str, project: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tests pass, and whether the session does depends on what really ran with what is required."""
+    gate, source, claimed, ran = PROMISED[name]
+    DECODER.save(project.mkdir("other") / "model.onnx")
+    project.makepyfile(f"import pytest\n{source}")
+    monkeypatch.setenv("CLAIMED_PROVIDER", f"{claimed}ExecutionProvider")
+    engine = ["--parity-candidate=misbehaving"] if "parity_engine" in source else []
+    ended = run(
+        f"--parity-require={gate}", "--parity-model-dir=models", *engine, *(CLAIMED if claimed else ())
+    )
+    assert set(ended.parseoutcomes()) == {"passed"}
+    missing = [line for line in ended.outlines if line.startswith(f"ERROR: {gate} is required")]
+    assert (ended.ret, len(missing)) == ((0, 0) if ran else (pytest.ExitCode.TESTS_FAILED, 1))
 
 
 def test_what_cannot_be_required_is_a_usage_error(project: pytest.Pytester, run: Run) -> None:
