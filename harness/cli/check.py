@@ -18,7 +18,7 @@ from harness.cli.options import (
     report_option,
 )
 from harness.cli.output import json_option, reporting
-from harness.cli.preparing import Model, check_independent, open_model, plan_task, usable_engine
+from harness.cli.preparing import Model, all_options, check_independent, open_model, plan_task, usable_engine
 from harness.cli.process import deferred_interrupts
 from harness.cli.running import failure_document, import_what_runs, run_and_report
 
@@ -102,7 +102,12 @@ def plan_check(request: CheckRequest) -> tuple[Model, CheckPlan]:
     model = open_model(request.package, ignore_declared=decode.ignore_declared, inputs=decode.inputs)
     task = plan_task(model, decode)
     candidate, oracle = usable_engine(request.candidate), usable_engine(request.oracle.spec)
-    check_independent(candidate, oracle)
+    check_independent(
+        candidate.name,
+        all_options(candidate),
+        oracle,
+        next_action="Name another engine with --candidate or --oracle.",
+    )
     if request.limits is not None:
         candidate = isolated(candidate, request.limits)
     wiring = model.decoder.conditioning.assembly.wiring

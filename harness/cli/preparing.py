@@ -237,17 +237,38 @@ def usable_engine(spec: EngineSpec | None) -> EngineSpec:
     return spec
 
 
-def check_independent(candidate: EngineSpec, oracle: EngineSpec) -> None:
+_COMPUTES_THE_SAME = frozenset({"threads", "device"})
+"""Options that say where and how fast something is computed, and not what."""
+
+
+def check_independent(
+    candidate: str, options: Mapping[str, OptionValue], oracle: EngineSpec, *, next_action: str
+) -> None:
     """Refuse an engine that is to be its own oracle.
 
+    Args:
+        candidate: name of the engine under test.
+        options: of it; what is not there has its default.
+        oracle: what is to judge it.
+        next_action: what to do instead.
+
     Raises:
-        InputError: both are the same engine with the same options.
+        InputError: both are the same engine, with the same options but for those that change nothing of what
+            is computed.
     """
-    if candidate.name == oracle.name and all_options(candidate) == all_options(oracle):
+    if candidate != oracle.name:
+        return
+    known = oracle.engine.options  # of both, as they are the same engine; what is not said has its default
+    trusted = all_options(oracle)
+    differing = sorted(name for name in known if options.get(name, known[name].default) != trusted[name])
+    if _COMPUTES_THE_SAME.issuperset(differing):
+        but = (
+            f" but for {', '.join(differing)}, which changes nothing of what is computed" if differing else ""
+        )
         raise InputError(
-            f"Candidate and oracle are both {candidate.name} with the same options: they would agree "
+            f"Candidate and oracle are both {candidate} with the same options{but}: they would agree "
             "whatever they compute.",
-            next_action="Name another engine with --candidate or --oracle.",
+            next_action=next_action,
         )
 
 

@@ -11,10 +11,9 @@ import click
 from harness.cli.attributing import SourceChoice, plan_source, source_options
 from harness.cli.options import OracleChoice, oracle_options, report_option
 from harness.cli.output import json_option, reporting
-from harness.cli.preparing import Model, all_options, check_fit, open_model, usable_engine
+from harness.cli.preparing import Model, check_fit, check_independent, open_model, usable_engine
 from harness.cli.process import deferred_interrupts
 from harness.cli.running import failure_document, import_what_runs, run_and_report
-from harness.errors import InputError
 
 if TYPE_CHECKING:
     from harness.parity.check import CheckPlan
@@ -72,12 +71,7 @@ def _plan(recording: Recording, model: Model, oracle: OracleChoice) -> CheckPlan
     prompts = tuple(each.prompt for each in recording.prompts)
     check_fit(decoder, prompts, recording.max_new_tokens)
     trusted, engine = usable_engine(oracle.spec), recording.engine
-    if engine.name == trusted.name and dict(engine.options) == dict(all_options(trusted)):
-        raise InputError(
-            f"The trace was recorded on {engine.name}, which is the oracle with the same options: they would "
-            "agree whatever they compute.",
-            next_action="Name another oracle with --oracle.",
-        )
+    check_independent(engine.name, engine.options, trusted, next_action="Name another oracle with --oracle.")
     # What an encoder was given is in the trace, whatever would be made up for it here.
     wiring = replace(decoder.conditioning.assembly.wiring, notes=recording.notes)
     return CheckPlan(

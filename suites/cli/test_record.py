@@ -233,13 +233,41 @@ def test_a_trace_of_another_model_is_refused(package: Path, capsys: Capsys, tmp_
     assert [each.name for each in Path.cwd().iterdir()] == ["x.trace"]
 
 
-def test_an_oracle_does_not_verify_itself(package: Path, capsys: Capsys) -> None:
-    """What the oracle recorded agrees with the oracle whatever it computes; in another precision it may."""
-    ask(capsys, "record", str(package), "--engine", "oracle", "-o", "x.trace", *IDS)
-    status, document, _ = ask(capsys, "verify", "x.trace", str(package))
-    assert status == 2
-    assert "would agree whatever they compute" in document["error"]["message"]
-    assert ask(capsys, "verify", "x.trace", str(package), "--oracle", "ort-cpu")[0] == 0
+@pytest.mark.parametrize(
+    ("engine", "oracle"),
+    [
+        ("oracle", "oracle"),
+        ("oracle:threads=2", "oracle"),
+        ("oracle", "oracle:threads=1"),
+        ("oracle:threads=1,precision=float64", "oracle:precision=float64"),
+        ("oracle:rounding=model", "oracle:rounding=model,threads=3"),
+        ("ort-cpu:threads=1", "ort-cpu:threads=2"),
+    ],
+)
+def test_an_engine_does_not_judge_itself(package: Path, capsys: Capsys, engine: str, oracle: str) -> None:
+    """It agrees with itself whatever it computes, on any number of threads: by `check` and by `verify`."""
+    ask(capsys, "record", str(package), "--engine", engine, "-o", "x.trace", *IDS)
+    for asked in (["verify", "x.trace", str(package)], ["check", str(package), "--candidate", engine, *IDS]):
+        status, document, _ = ask(capsys, *asked, "--oracle", oracle)
+        assert (status, document["verdict"]) == (2, None)
+        assert "would agree whatever they compute" in document["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "oracle"),
+    [
+        ("oracle:precision=float64", "oracle"),
+        ("oracle", "oracle:precision=float64,threads=1"),
+        ("oracle:rounding=model", "oracle"),
+        ("oracle", "ort-cpu"),
+        ("ort-cpu:opt=disable", "ort-cpu"),
+    ],
+)
+def test_what_computes_otherwise_may_judge(package: Path, capsys: Capsys, engine: str, oracle: str) -> None:
+    """Another precision, rounding or optimisation of the same engine, or another engine."""
+    ask(capsys, "record", str(package), "--engine", engine, "-o", "x.trace", *IDS)
+    for asked in (["verify", "x.trace", str(package)], ["check", str(package), "--candidate", engine, *IDS]):
+        assert ask(capsys, *asked, "--oracle", oracle)[0] == 0
 
 
 @pytest.mark.parametrize(
