@@ -29,6 +29,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         missing(item, {"hf"}, f"hf is not usable here: {state.reason} {state.next_action}")
 
 
+# No test depends on how fast a machine is, or how busy: no example has a deadline, as on CI servers.
+settings.register_profile("default", settings.get_profile("default"), deadline=None)
 settings.register_profile(
     "nightly", max_examples=25 * settings.get_profile("default").max_examples, deadline=None
 )
