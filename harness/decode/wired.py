@@ -324,7 +324,7 @@ class WiredEngine:
         try:
             for step in self.wiring.steps:
                 with _named(step, several=len(self.wiring.steps) > 1):
-                    sessions[step.name] = self.engine.open(step.graph, options)
+                    sessions[step.name] = EngineSpec(self.engine, options).open(step.graph)
         except BaseException:
             for session in sessions.values():
                 session.close()

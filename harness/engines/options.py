@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.engines.base import EngineOption, OptionValue
-from harness.errors import InputError
+from harness.errors import EngineUnavailableError, InputError, shown
 
 __all__ = ["Choice", "Count", "Text", "complete"]
 
@@ -83,6 +83,7 @@ def complete(
 
     Raises:
         InputError: an option that the engine does not have, or a value that it cannot take.
+        EngineUnavailableError: the option itself failed, or gave what is no value.
     """
     for name in given:
         if name not in declared:
@@ -93,7 +94,7 @@ def complete(
             )
     values = {}
     for name, option in declared.items():
-        value = option.read(given[name]) if name in given else option.default
+        value = _read(engine, name, option, given[name]) if name in given else option.default
         if value is None:
             raise InputError(
                 f"{engine}: option {name}={given[name]} must be {option.expected}.",
@@ -101,3 +102,17 @@ def complete(
             )
         values[name] = value
     return values
+
+
+def _read(engine: str, name: str, option: EngineOption, given: OptionValue) -> OptionValue | None:
+    try:
+        value = option.read(given)
+        fault = None if isinstance(value, OptionValue | None) else f"gave {shown(value)}"
+    except Exception as error:  # options of a plugin may raise whatever they like
+        fault = f"raised {type(error).__name__}"
+    if fault is not None:
+        raise EngineUnavailableError(
+            f"{engine} is not usable with {name}={given}: reading that option {fault}.",
+            next_action="Leave the option out, or report it to the engine.",
+        )
+    return value

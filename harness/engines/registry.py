@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from harness.engines.base import Availability, Engine, EngineOption, OptionValue, Session
+from harness.engines.answers import checked
+from harness.engines.base import Engine, OptionValue, Session
 from harness.engines.options import complete
+from harness.engines.plugins import RefusedEngine, load
 from harness.errors import EngineUnavailableError, InputError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 __all__ = [
+    "BUILT_IN",
     "ENTRY_POINT_GROUP",
     "EngineSpec",
     "default_candidate",
@@ -27,6 +30,17 @@ __all__ = [
 ]
 
 ENTRY_POINT_GROUP = "onnx_parity.engines"
+
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "hf": "harness.engines.hf:ENGINE",
+        "nxrt": "harness.engines.nxrt:ENGINE",
+        "oracle": "harness.engines.oracle:ENGINE",
+        "ort-cpu": "harness.engines.ort:CPU_ENGINE",
+        "ort-cuda": "harness.engines.ort:CUDA_ENGINE",
+    }
+)
+"""The engines of this project: no other distribution may take their names."""
 
 _CANDIDATES = ("ort-cuda", "ort-cpu", "nxrt")
 """Engines to try as the candidate when the user names none, best first."""
@@ -45,71 +59,61 @@ class EngineSpec:
         return self.engine.name
 
     def open(self, model: Path) -> Session:
-        """Load a graph; see `harness.engines.base.Engine.open`."""
-        return self.engine.open(model, self.options)
+        """Load a graph; see `harness.engines.base.Engine.open`.
 
-
-@dataclass(frozen=True, slots=True)
-class _BrokenEngine:
-    """Stands for an entry point that cannot be used, so that it is listed with the reason."""
-
-    name: str
-    reason: str
-    next_action: str
-    description: str = "an installed engine that does not load"
-    options: Mapping[str, EngineOption] = field(default_factory=lambda: MappingProxyType({}))
-
-    def availability(self) -> Availability:
-        """Never usable."""
-        return Availability(usable=False, reason=self.reason, next_action=self.next_action)
-
-    def open(self, model: Path, options: Mapping[str, OptionValue]) -> Session:
-        """Raises EngineUnavailableError."""
-        raise EngineUnavailableError(
-            f"{self.name} is not usable here: {self.reason}", next_action=self.next_action
-        )
+        Raises:
+            EngineFailedError: also where what was opened says of itself what cannot be.
+        """
+        return checked(self.engine.open(model, self.options), engine=self.name)
 
 
 def installed_engines() -> tuple[Engine, ...]:
     """Every engine that is installed, usable or not, in order of name.
 
-    An entry point that cannot be imported, or that is no engine, is an engine that is not usable.
+    An entry point that cannot be imported, that is no engine, or that repeats the name of an engine of this
+    project, is an engine that is not usable.
+
+    Raises:
+        KeyboardInterrupt: as `harness.engines.plugins.load`.
     """
     by_name: dict[str, set[EntryPoint]] = {}
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
         by_name.setdefault(entry.name, set()).add(entry)
-    return tuple(_load(name, by_name[name]) for name in sorted(by_name))
+    found: list[Engine] = []
+    for name, entries in by_name.items():
+        found += _engines_of(name, {entry.value: entry for entry in entries})
+    return tuple(sorted(found, key=lambda engine: engine.name))
 
 
-def _load(name: str, entries: set[EntryPoint]) -> Engine:
-    values = sorted({entry.value for entry in entries})
-    if len(values) > 1:
-        return _BrokenEngine(
+def _engines_of(name: str, entries: dict[str, EntryPoint]) -> Iterator[Engine]:
+    """The engine that `entries`, by where they lead, give this name; beside it what may not have it."""
+    if name in BUILT_IN:
+        own = entries.pop(BUILT_IN[name], None)
+        if own is not None:
+            yield load(name, own)
+        for value in entries:
+            yield RefusedEngine(
+                # Another name than the engine's, which keeps its own.
+                f"{name} ({value})",
+                f"{value} registers the name {name}, which is that of an engine of onnx-parity.",
+                "Uninstall its distribution, or have it choose another name.",
+            )
+    elif len(entries) > 1:
+        yield RefusedEngine(
             name,
-            f"several distributions register this name: {', '.join(values)}.",
+            f"several distributions register this name: {', '.join(sorted(entries))}.",
             "Uninstall all but one of them.",
         )
-    entry = min(entries, key=lambda e: e.value)
-    try:
-        engine = entry.load()
-    except Exception as error:  # a plugin may raise whatever it likes while it is imported
-        return _BrokenEngine(
-            name,
-            f"its entry point {entry.value} does not load: {type(error).__name__}: {error}",
-            "Install what it needs, or uninstall its distribution.",
-        )
-    if not isinstance(engine, Engine):
-        return _BrokenEngine(
-            name,
-            f"its entry point {entry.value} is no engine: it lacks a part of the session protocol.",
-            "Update or uninstall its distribution.",
-        )
-    return engine
+    else:
+        (entry,) = entries.values()
+        yield load(name, entry)
 
 
 def reference_of(name: str) -> str | None:
     """Where the entry point of an engine leads, as `module:attribute`; None where none or several do."""
     values = {entry.value for entry in metadata.entry_points(group=ENTRY_POINT_GROUP) if entry.name == name}
+    if name in BUILT_IN:
+        return BUILT_IN[name] if BUILT_IN[name] in values else None
     return values.pop() if len(values) == 1 else None
 
 

@@ -379,7 +379,8 @@ class Reference:
     def _session_in(self, precision: str) -> Session:
         if precision not in self._sessions:
             options = {**self._spec.options, "precision": precision}
-            session = self._sessions[precision] = self._spec.engine.open(self._model, options)
+            spec = replace(self._spec, options=options)
+            session = self._sessions[precision] = spec.open(self._model)
             require_proof(proof_of(session))
         return self._sessions[precision]
 

@@ -105,7 +105,7 @@ class Laboratory:
             EngineFailedError: the engine could not load the graph.
         """
         spec = self.spec
-        session = spec.engine.open(self.subject.model, {**spec.options, **changes})
+        session = replace(spec, options={**spec.options, **changes}).open(self.subject.model)
         try:
             yield session
         finally:
