@@ -9,6 +9,7 @@ from typing import TypeAlias
 from harness.decode.feeds import FeedPlan, plan_feeds
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
 from harness.decode.trace import Trace
+from harness.engines.answers import largest_of_rows
 from harness.engines.base import BatchingSession, Session
 from harness.errors import EngineFailedError
 from harness.ports import PortInventory
@@ -75,7 +76,8 @@ def one_pass_batch(
         logits = session.run(feeds, (plan.logits,))[plan.logits]
         if tuple(logits.shape[:-1]) != (len(fed), longest):
             return None
-        steps = iter(session.top_logits_of_rows(logits, k=top_k, places=places))
+        engine = session.info.engine
+        steps = iter(largest_of_rows(session, logits, k=top_k, places=places, engine=engine))
     except EngineFailedError:
         return None
     a_token = (time.perf_counter() - began) / sum(len(tokens) for tokens in fed)

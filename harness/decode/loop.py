@@ -14,6 +14,7 @@ from harness.decode.feeds import ExtraFeeds, plan_feeds
 from harness.decode.prompts import check_prompt_ids, vocabulary_size
 from harness.decode.stepping import Decoding
 from harness.decode.trace import Trace, TraceFailure
+from harness.engines.answers import largest
 from harness.engines.base import Session, TensorHandle, TopLogits
 from harness.errors import EngineFailedError, InputError
 from harness.topology.spec import Topology
@@ -157,7 +158,7 @@ def one_pass_decode(
         logits = session.run(feeds, (plan.logits,))[plan.logits]
         if len(logits.shape) != 3 or logits.shape[1] != len(fed):
             return None
-        steps = session.top_logits(logits, k=top_k, positions=range(len(prompt) - 1, len(fed)))
+        steps = largest(session, logits, k=top_k, positions=range(len(prompt) - 1, len(fed)))
     except EngineFailedError as error:
         failure = TraceFailure(error.kind, 0, error.message, error.details)
         return Trace(prompt, (), (), time.perf_counter() - began, session.info, failure)
@@ -192,7 +193,7 @@ def _decode(
         given = {}  # no call is made with the logits of the one before still held
         try:
             given = decoding.feed(new)
-            (top,) = session.top_logits(given[plan.logits], k=top_k, positions=(-1,))
+            (top,) = largest(session, given[plan.logits], k=top_k, positions=(-1,))
         except EngineFailedError as error:
             failure = TraceFailure(error.kind, step, error.message, error.details, error.ports)
             break

@@ -70,7 +70,7 @@ def choose(token: int, *, at: Collection[int]) -> Any:
         if run not in at:
             return top
         best = top[0]
-        ids = (token, *(i for i in best.token_ids if i != token))
+        ids = (token, *(i for i in best.token_ids if i != token))[: len(best.token_ids)]
         return [TopLogits(ids, (best.values[0] + 0.25, *best.values[: len(ids) - 1]))]
 
     return fault

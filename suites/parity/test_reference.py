@@ -470,6 +470,12 @@ def checked(
     return run_check(plan, take), judged, document.mapping()
 
 
+def _chosen(token: int, top: TopLogits) -> TopLogits:
+    """The largest logits of an engine that chooses another token, with a clear margin."""
+    ids = (token, *(other for other in top.token_ids if other != token))[: len(top.token_ids)]
+    return TopLogits(ids, (top.values[0] + 1.0, *top.values[: len(ids) - 1]))
+
+
 def test_no_report_mixes_one_pass_with_steps(tmp_path: Path) -> None:
     """A candidate is wrong from token 14 to the last but one, and one pass confirms it where nothing notices.
 
@@ -480,7 +486,7 @@ def test_no_report_mixes_one_pass_with_steps(tmp_path: Path) -> None:
     runs: list[int] = []
 
     def wrong(run: int, top: list[TopLogits]) -> list[TopLogits]:
-        return [TopLogits((2, 3), (2.0, 1.0))] if 14 <= run % LENGTH < LENGTH - 1 else top
+        return [_chosen(2, top[0])] if 14 <= run % LENGTH < LENGTH - 1 else top
 
     engine = PlantedEngine(logits=wrong, run=runs.append)
     verdicts = {prompt: checked(model, topology, [prompt], engine)[0].verdict for prompt in STARTS}
@@ -505,7 +511,7 @@ def test_judging_again_needs_no_third_decode(tmp_path: Path) -> None:
 
     def wrong(run: int, top: list[TopLogits]) -> list[TopLogits]:
         step = run % LENGTH
-        return [TopLogits((1 if step == 0 else 2, 3), (2.0, 1.0))] if step in {0, *range(8, LENGTH)} else top
+        return [_chosen(1 if step == 0 else 2, top[0])] if step in {0, *range(8, LENGTH)} else top
 
     engine = PlantedEngine(logits=wrong, run=runs.append)
     modes = {prompt: checked(model, topology, [prompt], engine)[2]["oracle"]["mode"] for prompt in STARTS}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harness.decode.plan import FeedPlan
 from harness.decode.stepping import Decoding
+from harness.engines.answers import largest
 from harness.engines.base import Session, TensorHandle
 from harness.engines.tensor_types import numpy_dtype
 from harness.errors import EngineFailedError
@@ -112,7 +113,7 @@ class Follower:
         """What the outputs of a call show."""
         session, plan = self._session, self._plan
         logits = outputs[plan.logits]
-        (top,) = session.top_logits(logits, k=1, positions=(-1,))
+        (top,) = largest(session, logits, k=1, positions=(-1,))
         array = session.copy_out(logits)
         carried = {name: outputs[name] for name in plan.carried}
         keeps = keeps_states(step, self._script, carried)
