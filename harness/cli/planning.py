@@ -14,6 +14,7 @@ from harness.errors import InputError
 if TYPE_CHECKING:
     from harness.decode.assembling import Assembly, GivenInput
     from harness.decode.plan import ExtraFeeds
+    from harness.decode.reach import Reach
     from harness.package import Package
     from harness.ports import PortInventory
     from harness.topology.spec import Derivation, Topology
@@ -68,12 +69,14 @@ class Decoder:
         inventory: its ports as the files have them.
         graphs: every graph that runs, in order.
         conditioning: what it goes by.
+        reach: how far it goes.
     """
 
     topology: Topology
     inventory: PortInventory
     graphs: tuple[Path, ...]
     conditioning: Conditioning
+    reach: Reach
 
 
 def derive_decoder(package: Package, *, ignore_declared: bool) -> Derivation:
@@ -104,6 +107,7 @@ def plan_decoder(package: Package, topology: Topology, *, inputs: Path | None, s
     """
     from harness.decode.assembling import assemble
     from harness.decode.encoder_inputs import given_values, read_inputs
+    from harness.decode.reach import Reach, declared_lengths
 
     assembly = assemble(package, topology)
     given, source = assembly.given, assembly.source_tokens
@@ -118,10 +122,13 @@ def plan_decoder(package: Package, topology: Topology, *, inputs: Path | None, s
     if takes_source:
         _refuse_mask_alone(given, inputs)
         given = tuple(each for each in given if each.kind in ("features", "states"))
+    config = package.config("config.json")
+    reach = Reach(assembly, config, declared_lengths(package))
+    values = None
     if given or inputs is not None:
-        values = given_values(given, file=inputs, seed=seed, config=package.config("config.json"))
-    else:
-        values = None
+        values = given_values(given, file=inputs, seed=seed, config=config)
+    if values is not None and inputs is None:
+        values = given_values(reach.fitted(given, values.feeds), file=None, seed=seed, config=config)
     prefix = forced_prefix(package) if assembly.given else Prefix()
     notes = _notes(assembly, prefix, None if values is None else values.origin, takes_source=takes_source)
     assembly = replace(assembly, wiring=replace(assembly.wiring, notes={**assembly.wiring.notes, **notes}))
@@ -136,6 +143,7 @@ def plan_decoder(package: Package, topology: Topology, *, inputs: Path | None, s
             takes_source,
             prefix.open_end,
         ),
+        reach,
     )
 
 

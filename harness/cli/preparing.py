@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.cli.output import report_warning
 from harness.cli.planning import derive_decoder, plan_decoder
 from harness.cli.process import deferred_interrupts
 from harness.cli.prompting import encode_prompts, requested_prompts
@@ -193,17 +194,25 @@ def plan_task(model: Model, options: DecodeOptions) -> Task:
 
 
 def check_fit(decoder: Decoder, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-    """See that every prompt can be fed, and that a cache of fixed size has room for it.
+    """See that every prompt can be fed, that a cache of fixed size has room for it, and tables have its rows.
+
+    A declared length that the graph goes beyond is a warning.
 
     Raises:
-        InputError: there is no room.
+        InputError: there is no room, or a token ID or a position has no row.
         NotDrivableError: the loop cannot feed this graph.
     """
     from harness.decode.feeds import plan_feeds
 
-    for prompt in prompts:
+    warnings = []
+    for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids)):
         feeds = plan_feeds(decoder.topology, decoder.inventory, extra=prompt.extra)
         feeds.check_room(len(prompt.token_ids), max_new_tokens)
+        warnings.append(
+            decoder.reach.check(feeds, str(decoder.topology.token_input), prompt.token_ids, max_new_tokens)
+        )
+    for warning in filter(None, warnings[-1:]):
+        report_warning(warning)
 
 
 def check_target(path: Path) -> None:

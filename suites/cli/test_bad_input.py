@@ -178,6 +178,20 @@ def static_cache(folder: Path) -> None:
     TinyDecoder(mask=False).save(folder / "model.onnx", Static(capacity=8))
 
 
+def few_embeddings(folder: Path) -> None:
+    """Logits that are wider than there are tokens, as exporters pad them."""
+    model = onnx.load(folder / "model.onnx")
+    (embedding,) = (tensor for tensor in model.graph.initializer if tensor.name == "embedding")
+    rows = onnx.numpy_helper.to_array(embedding)[:9]
+    embedding.CopyFrom(onnx.numpy_helper.from_array(rows, "embedding"))
+    onnx.save(model, folder / "model.onnx")
+
+
+def broken_config(folder: Path) -> None:
+    """What could declare a number of positions is no JSON."""
+    (folder / "config.json").write_text("{", encoding="utf-8")
+
+
 def as_it_is(folder: Path) -> None:
     """A package with nothing wrong in it."""
 
@@ -239,7 +253,23 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         ["--prompt-ids", "1,2,3,4,5,6,7,8,9", "--max-new-tokens", "1"],
         "Give a shorter prompt",
     ),
+    "no position for the last token": (
+        as_it_is,
+        [*IDS, "--max-new-tokens", "64"],
+        "has rows for 64 positions (position_table [64, 4]), and a prompt of 2 with 64 new tokens takes 65",
+    ),
+    "no position for the prompt": (
+        as_it_is,
+        ["--prompt-ids", ",".join("1" * 65), "--max-new-tokens", "1"],
+        "Give a shorter prompt",
+    ),
+    "ID that the embedding has not": (
+        few_embeddings,
+        ["--prompt-ids", "1,9"],
+        "embedding [9, 4] of model.onnx",
+    ),
     "broken JSON": (broken_genai_config, IDS, "genai_config.json"),
+    "broken config.json": (broken_config, IDS, "config.json"),
 }
 
 
@@ -266,6 +296,38 @@ def test_bad_input_is_one_clear_line_and_exit_2(
     assert (document["verdict"], document["exit_code"]) == (None, 2)
     assert named in document["error"]["message"] + document["error"]["next"]
     assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check"],
+        ["conform", "--engine", "ort-cpu"],
+        ["record", "--engine", "ort-cpu", "-o", "t.trace"],
+        ["golden", "record", "-o", "g.json"],
+    ],
+)
+def test_every_verb_that_decodes_sees_where_positions_end(
+    arguments: list[str], package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is decoded or written."""
+    assert run([*arguments, str(package), *IDS, "--max-new-tokens", "64"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has rows for 64 positions" in line
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_declared_length_is_a_warning_where_the_graph_goes_on(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what was trained; the longest of the prompts is what is said of, once."""
+    (package / "config.json").write_text('{"max_position_embeddings": 8}', encoding="utf-8")
+
+    assert run(["check", str(package), *IDS, "--prompt-ids", "1,2,3", "--max-new-tokens", "7", "--json"]) == 0
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "warning" in line)
+    assert "config.json: max_position_embeddings is 8, and a prompt of 3 with 7 new tokens takes 9." in line
+    assert run(["check", str(package), *IDS, "--max-new-tokens", "7", "--json"]) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["", "x" * 300, "a\0b", "/dev/null"])

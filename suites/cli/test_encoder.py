@@ -26,6 +26,8 @@ SCHEMA = json.loads(
 )
 SPOKEN = TinySeq2Seq(seed=4)
 WRITTEN = TinySeq2Seq(text=True, seed=13)
+SPOKEN_IN_SIX = TinySeq2Seq(places=6, seed=9)
+WRITTEN_IN_SIX = TinySeq2Seq(text=True, places=6, seed=13)
 PREFIX = (3, 1)
 CONFIG = {"decoder_start_token_id": 3, "forced_decoder_ids": [[1, 1], [2, None]]}
 
@@ -243,6 +245,60 @@ def test_texts_that_do_not_fit_are_one_clear_line(
     assert (status, document["exit_code"], err.count("\n")) == (2, 2, 1)
     assert says in document["error"]["message"]
     assert not Path("reports").exists()
+
+
+def sources(*sources: tuple[int, ...]) -> list[str]:
+    """Token IDs for a text encoder."""
+    return [option for ids in sources for option in ("--prompt-ids", ",".join(map(str, ids)))]
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        (
+            (5, 23),
+            "input_ids[0, 1] = 23, which is outside the vocabulary of the encoder: source [23, 8] has 23",
+        ),
+        ((5, -1), "-1"),
+        (
+            (5,) * 7,
+            "input_ids [1, 7], attention_mask [1, 7], which becomes 7 places, and places [6, 8] has 6",
+        ),
+    ],
+)
+def test_a_source_that_the_encoder_cannot_read(
+    ids: tuple[int, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a prompt and in a file alike: one clear line before anything is opened; what it can read is read."""
+    package = WRITTEN_IN_SIX.save(tmp_path / "p", "merged", config={"decoder_start_token_id": 3})
+    np.savez("f.npz", input_ids=np.array([ids]))
+    fine = (5, 2, 9, 4, 22, 0)
+
+    for options in ([*sources(fine), *sources(ids)], ["--inputs", "f.npz", *sources((3,))]):
+        status, document, err = check(package, capsys, *options)
+        assert (status, document["exit_code"], err.count("\n")) == (2, 2, 1)
+        assert says in document["error"]["message"]
+        assert not Path("reports").exists()
+    status, document, _ = check(package, capsys, *sources(fine))
+    assert (status, document["verdict"]) == (0, "identical")
+
+
+def test_features_of_another_length_than_the_encoder_has_places_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bad input that says what is due; and what nobody gives is made up in that length."""
+    package = SPOKEN_IN_SIX.save(tmp_path / "p", "merged", config=CONFIG)
+    np.savez("f.npz", audio_features=SPOKEN_IN_SIX.features(5))
+
+    status, document, err = check(package, capsys, "--inputs", "f.npz")
+
+    assert (status, err.count("\n")) == (2, 1)
+    assert "which becomes 5 places, and places [6, 8] has 6. It takes audio_features [1, 6, 8]." in err
+    assert not Path("reports").exists()
+    status, document, _ = check(package, capsys)
+    assert (status, document["verdict"]) == (0, "identical")
+    said = document["candidate"]["settings"]["encoder_inputs"]
+    assert said == "made up from seed 0: audio_features [1, 6, 8]"
 
 
 @pytest.mark.parametrize("case", WRONG_INPUTS)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from harness.decode.assembling import GivenInput, GivenKind
@@ -162,6 +163,7 @@ def test_nothing_to_read_is_bad_input(axis: int, kind: GivenKind, tmp_path: Path
     assert due.feeds["e.x"].shape == tuple(shape)
 
 
+@settings(deadline=None)
 @drawn(
     st.sampled_from(["float16", "float32", "float64"]),
     st.sampled_from([np.nan, np.inf, -np.inf]),

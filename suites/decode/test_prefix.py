@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harness.decode.prefix import Prefix, forced_prefix
@@ -57,6 +57,7 @@ def test_prefixes(tmp_path: Path, files: dict[str, Any], prefix: tuple[int, ...]
     assert prefix_of(tmp_path, files) == Prefix(prefix)
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.none(), st.integers(0, 60000)), min_size=1, max_size=8), st.randoms())
 def test_nothing_that_is_forced_is_lost(tokens: list[int | None], random: Random) -> None:
     """In whatever order pairs stand: an ID is fed, or named as not forced, being behind an open position."""
@@ -73,6 +74,7 @@ def test_nothing_that_is_forced_is_lost(tokens: list[int | None], random: Random
     assert prefix.not_forced == tuple((position, token) for position, token in behind if token is not None)
 
 
+@settings(deadline=None)
 @given(POSITIONS.filter(lambda positions: sorted(positions) != [*range(1, len(positions) + 1)]))
 @example([1, 3])
 @example([2])
