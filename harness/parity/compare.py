@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from harness.decode.trace import Trace
 from harness.engines.base import TopLogits
@@ -34,9 +35,10 @@ def compare_tokens(
 ) -> TokenComparison:
     """Compare the candidate's tokens with the oracle's argmax after the same tokens.
 
-    A position whose candidate logits hold a NaN is a divergence whatever the token: no order is defined
-    there. Any difference is `divergent`, however small the oracle's margin, unless the oracle itself
-    cannot decide between the two tokens: differing there, and nowhere else, is `inconclusive`.
+    A position whose candidate logits hold a NaN, or whose largest is infinite, is a divergence whatever the
+    token: nothing is decided there, as in an oracle (`harness.parity.finite`). Any difference is `divergent`,
+    however small the oracle's margin, unless the oracle itself cannot decide between the two tokens:
+    differing there, and nowhere else, is `inconclusive`.
 
     Args:
         candidate: a greedy decode.
@@ -53,12 +55,13 @@ def compare_tokens(
     if not chosen:
         raise ValueError("the candidate produced no token: there is nothing to compare")
     forced = tuple(step.argmax for step in oracle.steps)
-    differing = [i for i, token in enumerate(chosen) if token != forced[i] or candidate.steps[i].has_nan]
+    undefined = {i for i, step in enumerate(candidate.steps) if not _decides(step)}
+    differing = [i for i, token in enumerate(chosen) if token != forced[i] or i in undefined]
     decided = [
         i
         for i in differing
         if i not in undecided
-        or candidate.steps[i].has_nan
+        or i in undefined
         or behind(chosen[i], oracle.steps[i]) > (bands[i] if bands else 0.0)
     ]
     parted = next(iter(decided or differing), None)
@@ -107,6 +110,11 @@ def compare_with_itself(found: TokenComparison, first: Trace, again: Trace) -> T
     return replace(found, verdict=verdict, first_divergence=replace(divergence, evidence=evidence))
 
 
+def _decides(top: TopLogits) -> bool:
+    """Whether the largest logit is one."""
+    return not top.has_nan and isfinite(top.values[0])
+
+
 def _alike(one: TopLogits, other: TopLogits) -> bool:
     """Equality in which NaN equals NaN."""
     values = zip(one.values, other.values, strict=True)
@@ -143,6 +151,8 @@ def _describe(index: int, candidate: Trace, oracle: Trace, *, band: float | None
 def _evidence(token: int, theirs: TopLogits, ours: TopLogits) -> str:
     if theirs.has_nan:
         return "the candidate's logits hold NaN at this position"
+    if not _decides(theirs):
+        return "the candidate's logits are not finite at this position"
     if token in ours.token_ids:
         rank = ours.token_ids.index(token)
         behind = f"{ours.values[0] - ours.values[rank]:.4g} behind the oracle's choice, at rank {rank + 1}"

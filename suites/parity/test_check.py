@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,49 @@ def test_logits_with_nan_are_divergent_even_where_the_token_agrees(model: Path) 
     assert judged.first_divergence is not None
     assert judged.first_divergence.index == 2
     assert "NaN" in judged.first_divergence.evidence
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((math.inf,) * 5, "not finite"),
+        ((math.inf, 3.0, 2.0, 1.0, 0.0), "not finite"),
+        ((-math.inf,) * 5, "not finite"),
+        ((math.nan,) * 5, "NaN"),
+        ((9.0, 8.0, 7.0, math.nan, math.nan), "NaN"),
+    ],
+    ids=str,
+)
+def test_largest_logits_that_are_no_numbers_are_divergent_even_where_the_token_agrees(
+    model: Path, values: tuple[float, ...], said: str
+) -> None:
+    """As in an oracle, nothing is decided by infinity or NaN, flag or none; a masked token may have it."""
+
+    def poison(run: int, top: list[TopLogits]) -> list[TopLogits]:
+        return [_ordered(replace(t, values=values)) if run % NEW_TOKENS >= 2 else t for t in top]
+
+    def mask(run: int, top: list[TopLogits]) -> list[TopLogits]:
+        return [_ordered(replace(t, values=(*t.values[:2], *(-math.inf,) * 3))) for t in top]
+
+    end, (judged,) = check(model, planted(logits=poison), prompts=PROMPTS[:1])
+    assert end.verdict == "divergent"
+    assert judged.first_divergence is not None
+    assert judged.first_divergence.index == 2
+    if values[0] != values[1]:
+        assert judged.first_divergence.candidate_token == judged.first_divergence.oracle_token
+    assert said in judged.first_divergence.evidence
+
+    end, _ = check(model, planted(logits=mask))
+    assert end.verdict == "identical"
+
+
+def _ordered(top: TopLogits) -> TopLogits:
+    """The same largest logits, equal ones in order of ID."""
+    if any(map(math.isnan, top.values)):
+        return top
+    pairs = sorted(zip(top.token_ids, top.values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    ids, values = zip(*pairs, strict=True)
+    return TopLogits(ids, values)
 
 
 def test_a_crash_is_a_verdict_and_keeps_the_tokens_from_before(model: Path) -> None:
