@@ -139,10 +139,11 @@ def open_model(name: str, *, ignore_declared: bool, inputs: Path | None = None) 
         inputs: `.npz` with what the encoder takes, or would give; None to make it up.
 
     Raises:
-        InputError: it cannot be read, or lacks a file.
+        InputError: it cannot be read, lacks a file, or is an encoder without its decoder.
         RefusedError: the topology is refused or declined.
         NotDrivableError: it cannot be driven here.
     """
+    from harness.decode.parts import refuse_encoder_alone
     from harness.models.builtin import cache_dir
     from harness.package import model_files, model_sha256
 
@@ -151,6 +152,7 @@ def open_model(name: str, *, ignore_declared: bool, inputs: Path | None = None) 
         model_files(part.graph)  # what is missing or outside the package is found here
     derivation = derive_decoder(package, ignore_declared=ignore_declared)
     if derivation.topology is None:
+        refuse_encoder_alone(package)
         assert derivation.refusal is not None
         raise RefusedError(derivation.refusal)
     decoder = plan_decoder(package, derivation.topology, inputs=inputs, seed=_SEED)

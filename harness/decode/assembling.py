@@ -14,11 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from harness.decode.parts import (
+    HIDDEN_STATES,
     Part,
     cross_output,
     decoder_inventory,
     givers_of,
     hands_on,
+    is_encoder,
     parts_of,
     passed_on,
 )
@@ -39,8 +41,6 @@ BRANCH_INPUT = "use_cache_branch"
 _CROSS_KV = frozenset({Role.CROSS_KV_KEY, Role.CROSS_KV_VALUE})
 _OF_ENCODER = _CROSS_KV | {Role.ENCODER_HIDDEN_STATES, Role.ENCODER_ATTENTION_MASK}
 _OF_EMBEDDING = frozenset({Role.EMBEDS, Role.AUXILIARY})
-_HIDDEN_STATES = ("last_hidden_state", "encoder_hidden_states", "hidden_states", "encoder_outputs")
-"""What encoders call their hidden states, whatever the decoder calls them."""
 _NOT_FOR_TEXT = frozenset({"vision", "image", "images", "pixel", "visual", "video"})
 
 
@@ -200,7 +200,7 @@ class _Assembler:
                 (part, floats[0])
                 for part in makers
                 if len(floats := [own for own, out in part.outputs.items() if not is_integer(out)]) == 1
-                and not self._is_encoder(part)
+                and not is_encoder(part)
             ]
         if not found:
             if role is Role.EMBEDS:
@@ -249,14 +249,6 @@ class _Assembler:
 
     # Encoders.
 
-    def _is_encoder(self, part: Part) -> bool:
-        """An encoder by what it gives: hidden states of that name, or cross-attention KV."""
-        return any(
-            name in _HIDDEN_STATES or "cross" in words(name)
-            for own in part.outputs
-            for name in part.component.names_of(own)
-        )
-
     def _encoder(
         self, wanted: Sequence[str], roles: Mapping[str, PortRole], others: Sequence[Part]
     ) -> Part | None:
@@ -267,7 +259,7 @@ class _Assembler:
             (part, "")
             for part in others
             if any(part.output_named(name) or cross_output(part, name) for name in wanted)
-            or (self._is_encoder(part) and any(roles[n].role is Role.ENCODER_HIDDEN_STATES for n in wanted))
+            or (is_encoder(part) and any(roles[n].role is Role.ENCODER_HIDDEN_STATES for n in wanted))
         ]
         found = [pair for pair in found if pair[0].name not in self._before]
         if not found:
@@ -289,7 +281,7 @@ class _Assembler:
             self._give(port, port.name, "states", f"{port.name} in place of an encoder's")
             return Feed(port.name)
         own = encoder.output_named(port.name) or next(
-            (name for name in _HIDDEN_STATES if name in encoder.outputs), None
+            (name for name in HIDDEN_STATES if name in encoder.outputs), None
         )
         if own is None:
             floats = [name for name, out in encoder.outputs.items() if len(out.shape or ()) == 3]

@@ -10,19 +10,25 @@ from harness.decode.wiring import Output, Wire, always
 from harness.errors import InputError
 from harness.package import Component, Package
 from harness.ports import Dimension, Port, PortInventory, read_ports
-from harness.topology.interface import place_inputs_by_name
+from harness.topology.interface import place_inputs_by_name, words
 from harness.topology.spec import Role
 
 __all__ = [
+    "HIDDEN_STATES",
     "Part",
     "cross_output",
     "decoder_inventory",
     "givers_of",
     "hands_on",
+    "is_encoder",
     "parts_of",
     "passed_on",
+    "refuse_encoder_alone",
     "visible_outputs",
 ]
+
+HIDDEN_STATES = ("last_hidden_state", "encoder_hidden_states", "hidden_states", "encoder_outputs")
+"""What encoders call their hidden states, whatever the decoder calls them."""
 
 _PAST_OR_PRESENT = re.compile("^(past_key_values|past|present)[._]")
 
@@ -101,6 +107,39 @@ def parts_of(components: Iterable[Component]) -> list[Part]:
         InputError: a graph cannot be read.
     """
     return [Part(component, read_ports(component.graph)) for component in components]
+
+
+def is_encoder(part: Part) -> bool:
+    """An encoder by what it gives: hidden states of that name, or cross-attention KV."""
+    return any(
+        name in HIDDEN_STATES or "cross" in words(name)
+        for own in part.outputs
+        for name in part.component.names_of(own)
+    )
+
+
+def refuse_encoder_alone(package: Package) -> None:
+    """Say what a package lacks whose only graph is an encoder: by its name, or as it takes no token IDs.
+
+    Raises:
+        InputError: it is one.
+    """
+    parts = parts_of(package.components.decoder)
+    if len(parts) != 1 or any(map(_PAST_OR_PRESENT.match, parts[0].inputs)) or not is_encoder(parts[0]):
+        return
+    (part,) = parts
+    if "encoder" not in words(part.name) and part.token is not None:
+        return
+    gives = next((name for name in part.outputs if name in HIDDEN_STATES), next(iter(part.outputs)))
+    graph = part.component.graph
+    wanted = "decoder_model.onnx with decoder_with_past_model.onnx, or decoder_model_merged.onnx"
+    if graph.stem != "encoder_model":
+        wanted = "decoder.onnx, or decoder/model.onnx"
+    raise InputError(
+        f"{graph} is an encoder: it gives {gives} and no logits, and the decoder that answers to it is "
+        "missing.",
+        next_action=f"Put the decoder beside it ({wanted}), and name the folder.",
+    )
 
 
 def hands_on(before: Part, after: Part) -> bool:

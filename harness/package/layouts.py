@@ -78,6 +78,11 @@ def components_by_name(folder: Path) -> Components:
             next_action="Name the .onnx file of the one that is meant instead of the directory, or move the "
             "others away.",
         )
+    if _OTHERS.issuperset(graphs):
+        raise InputError(
+            f"{folder}: the decoder is missing, to which {files} belong.",
+            next_action="Put it beside them: decoder_model_merged.onnx, decoder.onnx or decoder/model.onnx.",
+        )
     raise InputError(
         f"{folder}: {len(graphs)} graphs and none is model.onnx: {files}.",
         next_action="Name the decoder's .onnx file instead of the directory.",

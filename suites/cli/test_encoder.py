@@ -462,8 +462,56 @@ def diffusion_by_name(folder: Path) -> None:
         TinyDecoder().save(folder / name / "model.onnx")
 
 
+def encoder_alone(folder: Path, form: str = "merged", *, model: TinySeq2Seq = SPOKEN) -> None:
+    """What is left where nobody copied the decoder."""
+    model.save(folder, form)
+    for graph in folder.glob("decoder*.onnx"):
+        graph.unlink()
+
+
+def encoder_in_a_folder(folder: Path) -> None:
+    """The same, under the name of its folder."""
+    encoder_alone(folder)
+    (folder / "encoder").mkdir()
+    (folder / "encoder_model.onnx").rename(folder / "encoder" / "model.onnx")
+
+
+def encoder_of_any_name(folder: Path) -> None:
+    """A graph that takes features and gives hidden states, whatever it is called."""
+    encoder_alone(folder)
+    (folder / "encoder_model.onnx").rename(folder / "model.onnx")
+
+
+def encoder_and_embedding(folder: Path) -> None:
+    """Two graphs, neither of which is a decoder."""
+    encoder_alone(folder)
+    (folder / "embed_tokens.onnx").write_bytes((folder / "encoder_model.onnx").read_bytes())
+
+
 PACKAGES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "missing encoder": (missing_encoder, 2, "needs encoder (encoder.onnx), which the package declares"),
+    "an encoder alone": (
+        encoder_alone,
+        2,
+        "encoder_model.onnx is an encoder: it gives last_hidden_state and no logits, and the decoder",
+    ),
+    "an encoder of texts alone": (
+        lambda folder: encoder_alone(folder, model=WRITTEN),
+        2,
+        "encoder_model.onnx is an encoder",
+    ),
+    "an encoder with cross KV alone": (
+        lambda folder: encoder_alone(folder, "cross inputs"),
+        2,
+        "encoder.onnx is an encoder: it gives encoder_hidden_states and no logits",
+    ),
+    "an encoder in its folder": (encoder_in_a_folder, 2, "encoder/model.onnx is an encoder"),
+    "an encoder of any name": (encoder_of_any_name, 2, "model.onnx is an encoder"),
+    "an encoder and an embedding": (
+        encoder_and_embedding,
+        2,
+        "the decoder is missing, to which embed_tokens.onnx, encoder_model.onnx belong",
+    ),
     "missing part": (missing_part, 2, "model.decoder.pipeline.b.filename is 'b.onnx', which is missing"),
     "two decoders": (two_decoders, 2, "2 decoders, decoder, text_decoder"),
     "no graph for the first call": (no_first_call, 2, "decoder_model.onnx is missing, the partner of"),
@@ -507,3 +555,15 @@ def test_packages_that_cannot_be_driven_are_one_clear_line(
     assert exit_code == 2 or found["code"] == "E_NOT_DRIVABLE"
     assert err.count("\n") == 1
     assert not Path("reports").exists()
+
+
+def test_a_graph_that_may_be_a_decoder_is_no_encoder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes token IDs, gives hidden states, and is called a model: perhaps a decoder without its head."""
+    encoder_alone(tmp_path, model=WRITTEN)
+    (tmp_path / "encoder_model.onnx").rename(tmp_path / "model.onnx")
+
+    status, document, _ = check(tmp_path, capsys, "--prompt-ids", "1,2")
+
+    assert (status, document["refusal"]["code"]) == (3, "E_NO_LOGITS_OUTPUT")
