@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from harness.cli.output import print_json_line, report_error
 from harness.cli.preparing import failure_fields
 from harness.cli.process import INTERRUPTED, deferred_interrupts, ending
-from harness.errors import ParityError
+from harness.errors import EngineFailedError, ParityError
 from harness.events import CheckFinished
 from harness.relation_events import RelationsFinished
 
@@ -130,6 +130,9 @@ def run_into(run: Callable[[Sink], E], *sinks: Sink, progress: Progress) -> E:
         run: emits events and returns the last of them.
         sinks: in this order.
         progress: the last sink; closed whatever happens.
+
+    Raises:
+        EngineFailedError: an engine in this process ended it.
     """
 
     def emit(event: object) -> None:
@@ -139,10 +142,20 @@ def run_into(run: Callable[[Sink], E], *sinks: Sink, progress: Progress) -> E:
             sink(event)
         progress(event)
 
-    try:
-        end = run(emit)
-    finally:
-        progress.close()
+    from harness.engines.plugins import raised
+    from harness.engines.streams import reserved_stdout
+
+    with reserved_stdout():
+        try:
+            end = run(emit)
+        except SystemExit as error:
+            raise EngineFailedError(
+                f"An engine in the command's own process asked it to exit ({raised(error)}).",
+                kind="crashed",
+                next_action="Leave --in-process out, or report it to the engine.",
+            ) from error
+        finally:
+            progress.close()
     if end.error is not None:
         report_error(EndError(end.error))
     return end
