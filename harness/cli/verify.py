@@ -55,6 +55,7 @@ def command(
 
 
 def _plan(recording: Recording, model: Model, oracle: OracleChoice) -> CheckPlan:
+    from harness.decode.prompts import vocabulary_size
     from harness.decode.wired import wired
     from harness.parity.check import TOP_K, CheckPlan
     from harness.parity.recorded import topology_sha256
@@ -67,7 +68,7 @@ def _plan(recording: Recording, model: Model, oracle: OracleChoice) -> CheckPlan
         topology_sha256=topology_sha256(decoder.topology),
         package=model.asked,
     )
-    require_complete(recording, top_k=TOP_K)
+    require_complete(recording, top_k=TOP_K, vocabulary=vocabulary_size(decoder.inventory, decoder.topology))
     prompts = tuple(each.prompt for each in recording.prompts)
     check_fit(decoder, prompts, recording.max_new_tokens)
     trusted, engine = usable_engine(oracle.spec), recording.engine

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from harness.decode.loop import StepObserver
 from harness.decode.trace import Trace
 from harness.engines.base import SessionInfo
+from harness.engines.ort import CPU_ENGINE, CUDA_ENGINE
+from harness.engines.ort_placement import require_on_device
+from harness.engines.ort_runtime import CUDA_PROVIDER
 from harness.errors import InputError
 from harness.parity.candidate import Prompt
-from harness.parity.recorded import RecordedDecode, Recording
+from harness.parity.recorded import RecordedDecode, RecordedEngine, Recording
 from harness.ports import PortInventory
 
 __all__ = ["Replay", "require_complete", "require_same_model"]
@@ -39,9 +42,14 @@ class Replay:
 
         Raises:
             EngineFailedError: as the engine did where it never opened.
+            InvalidRunError: its nodes ran elsewhere than on what it was asked for.
         """
         if self._engine.failure is not None:
             raise self._engine.failure
+        provider = _provider_asked(self._engine)
+        if provider is not None:
+            # What opens such a session asks the same; a trace may say what no session did.
+            require_on_device(provider, {"providers": {}, **(self.info.placement or {})})
         return self._inventory
 
     @property
@@ -75,6 +83,13 @@ class Replay:
         """Nothing is held."""
 
 
+def _provider_asked(engine: RecordedEngine) -> str | None:
+    """The provider that must have done the work; None where it is the CPU, or an engine without any."""
+    if engine.name == CUDA_ENGINE.name:
+        return CUDA_PROVIDER
+    return str(engine.options.get("provider", "")) or None if engine.name == CPU_ENGINE.name else None
+
+
 def require_same_model(recording: Recording, *, sha256: str, topology_sha256: str, package: str) -> None:
     """Refuse a recording of another model, or of another reading of this one.
 
@@ -97,12 +112,13 @@ def require_same_model(recording: Recording, *, sha256: str, topology_sha256: st
         )
 
 
-def require_complete(recording: Recording, *, top_k: int) -> None:
+def require_complete(recording: Recording, *, top_k: int, vocabulary: int | None = None) -> None:
     """Refuse a recording that lacks what a check needs, or that no greedy decode gives.
 
     Args:
         recording: its decodes are looked at.
         top_k: how many of the largest logits a check shows.
+        vocabulary: how many IDs the decoder has; None where that is not known.
 
     Raises:
         InputError: naming the prompt and what is missing.
@@ -134,6 +150,7 @@ def require_complete(recording: Recording, *, top_k: int) -> None:
         for decode in each.decodes:
             if decode.trace is not None:
                 _check_length(decode.trace, recording, number)
+                _check_logits(decode.trace, recording, number, vocabulary)
 
 
 def _check_length(trace: Trace, recording: Recording, number: int) -> None:
@@ -146,6 +163,19 @@ def _check_length(trace: Trace, recording: Recording, number: int) -> None:
         expected = min(stopped[0] + 1 if stopped else most, most)
     if count != expected or count > most:
         raise _incomplete(f"has {count} tokens of prompt {number} where a decode has {expected}")
+
+
+def _check_logits(trace: Trace, recording: Recording, number: int, vocabulary: int | None) -> None:
+    """Each step has as many logits as were asked for, of IDs that there are."""
+    due = recording.top_k if vocabulary is None else min(recording.top_k, vocabulary)
+    for index, step in enumerate(trace.steps):
+        where = f"at step {index} of prompt {number}"
+        if len(step.token_ids) > due or (vocabulary is not None and len(step.token_ids) < due):
+            raise _incomplete(f"has {len(step.token_ids)} logits {where}, where {due} are due")
+        if vocabulary is not None and max(step.token_ids) >= vocabulary:
+            raise _incomplete(
+                f"has token ID {max(step.token_ids)} {where}, and the vocabulary has 0 to {vocabulary - 1}"
+            )
 
 
 def _incomplete(what: str) -> InputError:

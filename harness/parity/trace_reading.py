@@ -1,14 +1,17 @@
 """Read trace files: whatever was changed in one since it was written is found and named.
 
 A hash is no signature: of someone who writes every hash anew, only what contradicts itself is found (tokens
-that the logits did not choose), and what another model says of them.
+that the logits did not choose, logits in no order, a tensor that is not what is said of it), and what another
+model says of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +70,12 @@ class _Reader:
         self._path = path
         self._opened = opened
         self._arrays: dict[str, NDArray[Any]] = {}
+        self._listed: dict[str, Any] = {}
 
     def recording(self) -> Recording:
         """All of it, checked."""
         document = self._document()
+        self._listed = document["tensors"].mapping()
         self._check_tensors(document["tensors"])
         model, engine = document["model"], document["engine"]
         prompts = tuple(self._prompt(each) for each in document["prompts"].elements())
@@ -98,6 +103,13 @@ class _Reader:
             notes=document["notes"].texts(),
             prompts=prompts,
         )
+        info = recording.engine.info
+        if info is not None and info.engine != recording.engine.name:
+            raise misfit(
+                self._path,
+                f"contradicts itself: the engine is {recording.engine.name!r:.40}, and its session says that "
+                f"it is {info.engine!r:.40}",
+            )
         if document["settings_sha256"].value != recording.settings_sha256:
             raise misfit(self._path, "was changed: its settings are not those of settings_sha256")
         return _with_info(recording)
@@ -203,12 +215,13 @@ class _Reader:
             steps.append(TopLogits(tuple(top_ids[part]), tuple(top_logits[part]), bool(nan)))
             first += count
         for index, (token, step) in enumerate(zip(tokens, steps, strict=True)):
-            if token != step.argmax:
-                raise misfit(
-                    self._path,
-                    f"contradicts itself: {prefix} has token {token} at step {index}, where its largest "
-                    f"logit is that of {step.argmax}",
-                )
+            fault = _fault_of_logits(step)
+            if fault is None and has_nan[index] > 1:
+                fault = f"{has_nan[index]} as has_nan, which is 0 or 1"
+            if fault is None and token != step.argmax:
+                fault = f"token {token}, where its largest logit is that of {step.argmax}"
+            if fault is not None:
+                raise misfit(self._path, f"contradicts itself: {prefix} has at step {index} {fault}")
         trace = Trace(
             prompt.token_ids,
             tuple(tokens),
@@ -218,15 +231,53 @@ class _Reader:
             value["failure"].maybe(_trace_failure),
         )
         outputs = {
-            port: RecordedTensor(
-                output["dtype"].text(),
-                output["shape"].counts(),
-                output["sha256"].text(),
-                kept=output["tensor"].value is not None,
-            )
-            for port, output in value["outputs"].items()
+            port: self._output(f"{prefix}.output.{port}", output) for port, output in value["outputs"].items()
         }
         return RecordedDecode(trace, outputs=outputs)
+
+    def _output(self, name: str, value: Value) -> RecordedTensor:
+        """What is said of an output; where the file has it whole, that is the same."""
+        output = RecordedTensor(
+            value["dtype"].text(),
+            value["shape"].counts(),
+            value["sha256"].text(),
+            kept=value["tensor"].value is not None,
+        )
+        if output.kept:
+            if value["tensor"].value != name or name not in self._listed:
+                raise misfit(self._path, f"lacks the tensor {name!r:.60}, which its document says was kept")
+            # Its bytes have been held against these facts.
+            facts = self._listed[name]
+            for kind, said in (
+                ("dtype", output.dtype),
+                ("shape", list(output.shape)),
+                ("sha256", output.sha256),
+            ):
+                if facts[kind] != said:
+                    raise misfit(
+                        self._path,
+                        f"contradicts itself: the tensor {name!r:.60} has not the {kind} that is said of it",
+                    )
+        return output
+
+
+def _fault_of_logits(top: TopLogits) -> str | None:
+    """What `harness.engines.base.TopLogits` cannot be; None where it can."""
+    pairs = list(zip(top.token_ids, top.values, strict=True))
+    if len(set(top.token_ids)) < len(pairs):
+        return f"a token ID twice among {', '.join(map(str, top.token_ids))}"
+    if min(top.token_ids) < 0:
+        return f"token ID {min(top.token_ids)}"
+    if not top.has_nan and any(map(math.isnan, top.values)):
+        return "a logit that is NaN, and says that it has none"
+    for (before, larger), (token, value) in pairwise(pairs):
+        # NaN stands last; in which order several of them stand says nothing.
+        if not (math.isnan(value) or larger > value or (larger == value and before < token)):
+            return (
+                f"token {token} with {value:g} behind token {before} with {larger:g}: the largest logit "
+                "comes first, and of equal ones the lowest ID"
+            )
+    return None
 
 
 _NOTHING_YET = SessionInfo("", "")
@@ -255,9 +306,23 @@ def _session(value: Value) -> SessionInfo:
         value["engine"].text(),
         value["version"].text(),
         value["settings"].settings(),
-        value["placement"].maybe(Value.mapping),
-        value["mode"].maybe(Value.text),
+        value["placement"].maybe(_placement),
+        value["mode"].maybe(_mode),
     )
+
+
+def _mode(value: Value) -> str:
+    found: str = value.one_of(("eager", "captured"))
+    return found
+
+
+def _placement(value: Value) -> dict[str, Any]:
+    """Numbers of nodes by provider and operator, and whatever else an engine says."""
+    if "providers" in value.mapping():
+        for _, operators in value["providers"].items():
+            for _, nodes in operators.items():
+                nodes.count()
+    return value.mapping()
 
 
 def _details(value: Value) -> FailureDetails:

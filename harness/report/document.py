@@ -214,4 +214,4 @@ def _pairs(top: Sequence[tuple[int, float]]) -> list[list[int | float | None]]:
 
 
 def _rate(tokens: int, seconds: float) -> float | None:
-    return tokens / seconds if seconds > 0 else None
+    return finite(tokens / seconds) if seconds > 0 else None

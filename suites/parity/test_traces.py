@@ -23,7 +23,9 @@ from safetensors.numpy import save_file
 from fixtures.decoders import TinyDecoder
 from fixtures.effort import examples
 from fixtures.scripted import Act, Fault, scripted
+from harness.engines.base import SessionInfo
 from harness.engines.registry import EngineSpec, parse_engine
+from harness.engines.tensor_types import dtype_of_array
 from harness.errors import InputError
 from harness.events import Event, TokenDecoded
 from harness.parity.candidate import Prompt
@@ -42,13 +44,16 @@ from harness.parity.trace_writing import write_trace
 from harness.ports import read_ports
 from harness.report.document import ParityDocument
 
-SCHEMA = json.loads(
-    (Path(__file__).parents[2] / "reports/schemas/trace-1.schema.json").read_text(encoding="utf-8")
+SCHEMAS = Path(__file__).parents[2] / "reports/schemas"
+SCHEMA, PARITY = (
+    json.loads((SCHEMAS / f"{name}-1.schema.json").read_text(encoding="utf-8"))
+    for name in ("trace", "parity")
 )
 DECODER = TinyDecoder(layers="ar", seed=3)
 PROMPTS = (Prompt((1, 2, 3), text="one two three"), Prompt((4,)), Prompt((5, 6)), Prompt((4,)))
 """Two of them are alike: each has decodes of its own."""
 NEW_TOKENS = 5
+VOCABULARY = 11
 ACTS: tuple[Act, ...] = ("second choice", "other logits", "nan", "crash", "timeout")
 
 
@@ -91,6 +96,25 @@ def recording_of(
     )
 
 
+def plan_of(
+    model: Path, candidate: EngineSpec | Replay, prompts: Sequence[Prompt], **changes: Any
+) -> CheckPlan:
+    """A check by the oracle."""
+    settings: dict[str, Any] = {"oracle": parse_engine("oracle")} | changes
+    return CheckPlan(
+        package="tiny",
+        model=model,
+        model_name="tiny",
+        model_sha256="0" * 64,
+        topology=DECODER.topology,
+        topology_outcome="derived",
+        candidate=candidate,
+        prompts=prompts,
+        max_new_tokens=NEW_TOKENS,
+        **settings,
+    )
+
+
 def report(
     model: Path,
     candidate: EngineSpec | Replay,
@@ -107,20 +131,7 @@ def report(
         heard.append(event)
         document(event)
 
-    plan = CheckPlan(
-        package="tiny",
-        model=model,
-        model_name="tiny",
-        model_sha256="0" * 64,
-        topology=DECODER.topology,
-        topology_outcome="derived",
-        candidate=candidate,
-        oracle=parse_engine(oracle),
-        prompts=prompts,
-        max_new_tokens=NEW_TOKENS,
-        stop_ids=stop_ids,
-    )
-    run_check(plan, emit)
+    run_check(plan_of(model, candidate, prompts, oracle=parse_engine(oracle), stop_ids=stop_ids), emit)
     found = document.mapping()
     for prompt in found["prompts"]:
         del prompt["timing"]
@@ -255,7 +266,7 @@ def test_states_of_every_element_type_can_be_kept(
 ) -> None:
     """Also those that numpy and the file format have no type for, with no axes, and with no elements."""
     array = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape).astype(dtype)
-    output = RecordedTensor(np.dtype(dtype).name, shape, tensor_sha256(array), kept=True, array=array)
+    output = RecordedTensor(dtype_of_array(array.dtype), shape, tensor_sha256(array), kept=True, array=array)
     prompt = recorded.prompts[0]
     decode = replace(prompt.decodes[0], outputs={"present": output})
     changed = replace(recorded, prompts=(replace(prompt, decodes=(decode, prompt.decodes[1])),))
@@ -388,13 +399,64 @@ def tokens_of_floats(document: dict[str, Any], tensors: dict[str, Any]) -> None:
     document["tensors"][TOKENS]["dtype"] = "float64"
 
 
+STEP = "prompt.1.decode.0"
+
+
+def top(
+    ids: Callable[[Any], Any] = lambda ids: ids, logits: Callable[[Any], Any] = lambda logits: logits
+) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """Other largest logits at the first step of a decode, of which the token is chosen anew."""
+
+    def change(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for name, made in (("ids", ids), ("logits", logits)):
+            whole = tensors[f"{STEP}.top_{name}"].copy()
+            whole[:TOP_K] = made(whole[:TOP_K])
+            tensors[f"{STEP}.top_{name}"] = whole
+        tokens = tensors[TOKENS].copy()
+        tokens[0] = tensors[f"{STEP}.top_ids"][0]
+        tensors[TOKENS] = tokens
+
+    return change
+
+
+def odd_flag(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Neither yes nor no."""
+    tensors[f"{STEP}.has_nan"] = tensors[f"{STEP}.has_nan"] + np.uint8(2)
+
+
+STATE = "present.0.key"
+
+
+def other_state(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """A cache that is not the one whose hash stands beside the tokens."""
+    tensors[f"{STEP}.output.{STATE}"] = tensors[f"{STEP}.output.{STATE}"] + 1
+
+
+def said_of_the_state(**facts: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """A cache of which something else is said than it is."""
+
+    def change(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+        document["prompts"][1]["decodes"][0]["outputs"][STATE] |= facts
+
+    return change
+
+
+def said_of_the_session(**facts: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """A session that is not the one of the engine, or says what none says."""
+
+    def change(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+        document["engine"]["session"] |= facts
+
+    return change
+
+
 def another_dtype(document: dict[str, Any], tensors: dict[str, Any]) -> None:
     """An element type that is none."""
     document["tensors"][TOKENS]["dtype"] = "float65"
 
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
-    "another token": (other_token, "contradicts itself: prompt.1.decode.0 has token"),
+    "another token": (other_token, "contradicts itself: prompt.1.decode.0 has at step 1 token"),
     "one token less": (one_token_less, "has 4 tokens of prompt 2 where a decode has 5"),
     "fewer tokens": (fewer_tokens, "prompt.1.decode.0 has not the logits of each of its tokens"),
     "no logits": (no_logits, "lacks the tensor 'prompt.1.decode.0.top_logits'"),
@@ -411,6 +473,55 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] =
     "another tensor": (another_tensor, "it has a tensor 'more' that nobody wrote"),
     "tokens of floats": (tokens_of_floats, "in a form other than a list of int64"),
     "an element type that is none": (another_dtype, "holds 'float65'"),
+    "logits in the other order": (top(logits=lambda x: x[::-1]), "the largest logit comes first"),
+    "logits and IDs in the other order": (
+        top(ids=lambda x: x[::-1], logits=lambda x: x[::-1]),
+        "the largest logit comes first",
+    ),
+    "one logit out of order": (top(logits=lambda x: x[[0, 1, 3, 2, 4]]), "the largest logit comes first"),
+    "equal logits by falling ID": (
+        top(ids=lambda x: np.sort(x)[::-1], logits=np.zeros_like),
+        "of equal ones the lowest ID",
+    ),
+    "a NaN that nobody flags": (
+        top(logits=lambda x: [*x[:4], np.nan]),
+        f"{STEP} has at step 0 a logit that is NaN",
+    ),
+    "NaN in front": (top(logits=lambda x: [np.nan, *x[1:]]), f"{STEP} has at step 0 a logit that is NaN"),
+    "the same ID twice": (
+        top(ids=lambda x: x[[0, 1, 2, 3, 0]]),
+        f"{STEP} has at step 0 a token ID twice among",
+    ),
+    "an ID below zero": (top(ids=lambda x: [*x[:4], -1]), f"{STEP} has at step 0 token ID -1"),
+    "an ID beyond the vocabulary": (top(ids=lambda x: [*x[:4], 11]), "has token ID 11 at step 0 of prompt 2"),
+    "an ID far beyond it": (top(ids=lambda x: [1 << 62, *x[1:]]), f"has token ID {1 << 62} at step 0"),
+    "a flag that is none": (odd_flag, f"{STEP} has at step 0 2 as has_nan"),
+    "another state": (
+        other_state,
+        f"the tensor '{STEP}.output.{STATE}' has not the sha256 that is said of it",
+    ),
+    "a state of another shape": (said_of_the_state(shape=[1]), f"'{STEP}.output.{STATE}' has not the shape"),
+    "a state of another type": (
+        said_of_the_state(dtype="float16"),
+        f"'{STEP}.output.{STATE}' has not the dtype",
+    ),
+    "a state that is another port's": (
+        said_of_the_state(tensor=f"{STEP}.output.logits"),
+        f"lacks the tensor '{STEP}.output.{STATE}'",
+    ),
+    "a session of another engine": (
+        said_of_the_session(engine="oracle"),
+        "its session says that it is 'oracle'",
+    ),
+    "a mode that is none": (said_of_the_session(mode="fancy"), "holds 'fancy' as engine.session.mode"),
+    "providers that are none": (
+        said_of_the_session(placement={"providers": 5}),
+        "engine.session.placement.providers",
+    ),
+    "nodes that are no number": (
+        said_of_the_session(placement={"providers": {"X": {"MatMul": "all"}}}),
+        "holds 'all' as engine.session.placement.providers.X.MatMul",
+    ),
 }
 
 
@@ -421,11 +532,90 @@ def test_a_trace_that_was_edited_is_refused_by_name(tmp_path: Path, recorded: Re
     path = tmp_path / "x.trace"
     write_trace(path, recorded)
     rewrite(path, lambda document, tensors: None)
-    require_complete(read_trace(path), top_k=TOP_K)
+    require_complete(read_trace(path), top_k=TOP_K, vocabulary=VOCABULARY)
     rewrite(path, change)
     with pytest.raises(InputError) as caught:
-        require_complete(read_trace(path), top_k=TOP_K)
+        require_complete(read_trace(path), top_k=TOP_K, vocabulary=VOCABULARY)
     assert named in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("asked", "vocabulary", "due"),
+    [(TOP_K + 1, VOCABULARY, TOP_K + 1), (1 << 60, VOCABULARY, VOCABULARY), (TOP_K - 1, None, TOP_K - 1)],
+)
+def test_each_step_has_the_logits_that_are_due(
+    recorded: Recording, asked: int, vocabulary: int | None, due: int
+) -> None:
+    """As many as were asked for, or as the vocabulary has: anything else is another reduction."""
+    require_complete(recorded, top_k=TOP_K, vocabulary=vocabulary)
+    with pytest.raises(InputError, match=f"has {TOP_K} logits at step 0 of prompt 1, where {due} are due"):
+        require_complete(replace(recorded, top_k=asked), top_k=min(asked, TOP_K), vocabulary=vocabulary)
+
+
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "providers", "named"),
+    [
+        ("ort-cuda", {}, {CPU: {"MatMul": 3}}, "nodes ran elsewhere: 3 MatMul on CPUExecutionProvider"),
+        ("ort-cuda", {}, {CUDA: {"MatMul": 2}, CPU: {"MatMul": 1}}, "nodes ran elsewhere: 1 MatMul"),
+        ("ort-cuda", {}, {CUDA: {}}, "no node ran there"),
+        ("ort-cuda", {}, {}, "no node ran there"),
+        ("ort-cuda", {}, None, "no node ran there"),
+        ("ort-cpu", {"provider": "Other"}, {CPU: {"MatMul": 3}}, "Other was asked for"),
+        ("ort-cuda", {}, {CUDA: {"MatMul": 2}, CPU: {"Shape": 1}}, ""),
+        ("ort-cpu", {"provider": "Other"}, {"Other": {"MatMul": 3}}, ""),
+        ("ort-cpu", {"provider": ""}, {CPU: {"MatMul": 3}}, ""),
+    ],
+)
+def test_where_nodes_ran_is_judged_as_a_check_does(
+    model: Path,
+    tmp_path: Path,
+    recorded: Recording,
+    engine: str,
+    options: dict[str, str],
+    providers: dict[str, dict[str, int]] | None,
+    named: str,
+) -> None:
+    """A trace of an engine on a device whose nodes were on the CPU is an invalid run, whatever its tokens."""
+    path = tmp_path / "x.trace"
+    placement = None if providers is None else {"providers": providers}
+    info = replace(recorded.engine.info or SessionInfo("", ""), engine=engine, placement=placement)
+    write_trace(
+        path, replace(recorded, engine=replace(recorded.engine, name=engine, options=options, info=info))
+    )
+    candidate, prompts = replayed(read_trace(path), model)
+    found = report(model, candidate, prompts)
+    if named:
+        assert (found["verdict"], found["exit_code"]) == ("invalid-run", 6)
+        assert named in found["error"]["message"]
+    else:
+        assert (found["verdict"], found["exit_code"]) == ("identical", 0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e-300, 1e308])
+def test_a_decode_of_any_time_has_a_report(
+    model: Path, tmp_path: Path, recorded: Recording, seconds: float
+) -> None:
+    """A rate that no number holds is none, as JSON has no infinity."""
+    path = tmp_path / "x.trace"
+    write_trace(path, recorded)
+
+    def put(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for prompt in document["prompts"]:
+            for decode in prompt["decodes"]:
+                decode["seconds"] = seconds
+
+    rewrite(path, put)
+    candidate, prompts = replayed(read_trace(path), model)
+    document = ParityDocument()
+    run_check(plan_of(model, candidate, prompts), document)
+    found = document.mapping()
+    jsonschema.validate(json.loads(json.dumps(found, allow_nan=False)), PARITY)
+    rates = [prompt["timing"]["candidate_tokens_per_s"] for prompt in found["prompts"]]
+    assert all(rate is None or 0 < rate < float("inf") for rate in rates)
+    assert len(rates) == len(PROMPTS)
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
