@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from harness.cli.app import run
+from harness.cli.check import command
 from harness.engines.registry import parse_engine
 from harness.pytest_plugin.findings import Finding, note
 from harness.pytest_plugin.gates import missing
@@ -81,6 +82,7 @@ class Parity:
             options: any other option of `onnx-parity check`, with underscores: `max_new_tokens=64`.
         """
         __tracebackhide__ = True
+        _require_known(package, options)
         candidate = candidate or CANDIDATE.of(self._item.config)
         name = os.fspath(package)
         engines = {"candidate": candidate, "oracle": oracle}
@@ -106,6 +108,24 @@ class Parity:
             ),
             pytrace=False,
         )
+
+
+_OURS = frozenset({"json"})
+"""Options of the command that the fixture gives itself."""
+
+
+def _require_known(package: str | os.PathLike[str], options: Mapping[str, OptionValue]) -> None:
+    """Fail a test that names what is no option of a check: the command would do something else."""
+    __tracebackhide__ = True
+    named = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)}
+    known = sorted(flag.removeprefix("--").replace("-", "_") for flag in named if flag.startswith("--"))
+    for name in options:
+        if name in _OURS or name not in known:
+            raise pytest.fail.Exception(
+                f"{package}: not checked: {name!r} is no option of a check. "
+                f"They are: {', '.join(each for each in known if each not in _OURS)}.",
+                pytrace=False,
+            )
 
 
 def _run(arguments: Sequence[str]) -> dict[str, Any]:
