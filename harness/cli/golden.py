@@ -19,7 +19,7 @@ from harness.cli.options import (
     limit_options,
     oracle_options,
 )
-from harness.cli.output import json_option, print_json_line, report_error, reporting
+from harness.cli.output import json_option, print_json_line, report_error, report_warning, reporting
 from harness.cli.preparing import check_fit, check_target, failure_fields, open_model, usable_engine
 from harness.cli.process import deferred_interrupts
 from harness.cli.prompting import encode_prompts
@@ -199,6 +199,9 @@ def check(
     golden = read_golden(path)
     model = open_model(package, ignore_declared=ignore_declared, inputs=inputs)
     golden.require_same_model(model.sha256, package=package)
+    warnings = _check_texts(golden, model, path)
+    for warning in warnings:
+        report_warning(warning)
     prompts = _prompts(golden, model, path)
     candidate_side = _candidate(golden, model, usable_engine(spec), limits)
     try:
@@ -236,6 +239,7 @@ def check(
             }
             for prompt, each, result in zip(prompts, golden.prompts, results, strict=True)
         ],
+        "warnings": warnings,
     }
     if error is not None:
         report_error(EndError(error))
@@ -275,6 +279,45 @@ def _golden(report: Mapping[str, Any], model: Model, prompts: Sequence[Prompt]) 
     )
 
 
+def _check_texts(golden: Golden, model: Model, path: Path) -> list[str]:
+    """See that each text is the one of its token IDs; returns what is to be said where that cannot be seen.
+
+    A text was encoded by itself, or came out of a chat template with its special tokens, and may stand
+    behind the prefix of its decoder.
+
+    Raises:
+        InputError: a text and its IDs contradict each other.
+    """
+    from harness.decode.prompts import encode_prompt
+
+    prefix = tuple(model.decoder.conditioning.prefix)
+    unchecked: dict[str, list[int]] = {}
+    for number, each in enumerate(golden.prompts, 1):
+        if each.text is None or each.prompt_ids is None:
+            continue
+        try:
+            if model.package.tokenizer is None:
+                raise InputError(f"{model.asked} has no tokenizer.json", next_action="")
+            found = {
+                encode_prompt(model.package.folder, each.text, special_tokens=special)
+                for special in (True, False)
+            }
+        except InputError as error:
+            unchecked.setdefault(error.message.rstrip("."), []).append(number)
+            continue
+        if each.prompt_ids not in {ids for bare in found for ids in (bare, (*prefix, *bare))}:
+            raise InputError(
+                f"{path}: the golden contradicts itself: the text of prompt {number} ({each.text!r:.60}) "
+                f"does not encode to its prompt_ids by the tokenizer of {model.asked}.",
+                next_action="Correct the one that is wrong, or record the golden anew.",
+            )
+    return [
+        f"{path}: the text of prompt {', '.join(map(str, numbers))} was not checked against its prompt_ids, "
+        f"which were decoded: {reason}."
+        for reason, numbers in unchecked.items()
+    ]
+
+
 def _prompts(golden: Golden, model: Model, path: Path) -> tuple[Prompt, ...]:
     """The prompts of a golden, encoded for the model.
 
@@ -286,7 +329,7 @@ def _prompts(golden: Golden, model: Model, path: Path) -> tuple[Prompt, ...]:
 
     decoder = model.decoder
     prompts = encode_prompts(
-        # One of text and IDs is there. Where both are, the tokenizer has been asked already.
+        # One of text and IDs is there. Where both are, they have been held against each other.
         tuple(each.prompt_ids or str(each.text) for each in golden.prompts),
         model.package,
         chat=False,

@@ -210,6 +210,79 @@ def test_an_encoder_must_be_given_what_it_was_given(
     assert "other inputs of the encoder" in document["error"]["message"]
 
 
+def add_tokenizer(folder: Path, *, adds: bool = False) -> None:
+    """A tokenizer of ten words, w0 to w9; it may put w9 in front of every text."""
+    vocabulary = {f"w{i}": i for i in range(10)}
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+    if adds:
+        tokenizer["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "w9", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {"w9": {"id": "w9", "ids": [9], "tokens": ["w9"]}},
+        }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["bare", "with a special token"])
+@pytest.mark.parametrize(
+    ("text", "ids", "well"),
+    [
+        ("w1 w2", [1, 2], True),
+        ("w1 w2", [9, 1, 2], None),
+        ("w1 w3", [1, 2], False),
+        ("w1", [1, 2], False),
+        ("w1 w2 w3", [1, 2], False),
+    ],
+)
+def test_a_text_and_its_ids_are_of_one_another(
+    package: Path, capsys: Capsys, adds: bool, text: str, ids: list[int], well: bool | None
+) -> None:
+    """By the tokenizer of the package, with its special tokens or, as behind a chat template, without."""
+    add_tokenizer(package, adds=adds)
+    recorded(capsys, package, "--max-new-tokens", "3", "--prompt-ids", ",".join(map(str, ids)))
+    (prompt,) = json.loads(Path("g.json").read_text(encoding="utf-8"))["prompts"]
+    change(prompts=[prompt | {"text": text}])
+    status, document, _ = ask(capsys, "check", "g.json", str(package), "--candidate", "ort-cpu")
+    if well if well is not None else adds:
+        assert (status, document["outcome"], document["warnings"]) == (0, "identical", [])
+    else:
+        assert (status, document["outcome"]) == (2, None)
+        assert (
+            f"the text of prompt 1 ({text!r}) does not encode to its prompt_ids"
+            in document["error"]["message"]
+        )
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["bare", "with a special token"])
+def test_what_is_recorded_of_a_text_is_of_one_another(package: Path, capsys: Capsys, adds: bool) -> None:
+    """A golden of our own, by text, is never refused."""
+    add_tokenizer(package, adds=adds)
+    golden = recorded(capsys, package, "--max-new-tokens", "3", "--prompt", "w1 w2")
+    assert golden["prompts"][0]["prompt_ids"] == [9, 1, 2][not adds :]
+    status, document, _ = ask(capsys, "check", "g.json", str(package), "--candidate", "ort-cpu")
+    assert (status, document["warnings"]) == (0, [])
+
+
+@pytest.mark.parametrize("content", [None, "{}"], ids=["none", "broken"])
+def test_a_text_that_cannot_be_checked_is_said_so(package: Path, capsys: Capsys, content: str | None) -> None:
+    """Without a tokenizer that works the IDs decide, and both the document and a line say so."""
+    (one, other) = recorded(capsys, package)["prompts"]
+    change(prompts=[one, other | {"text": "hello"}])
+    if content is not None:
+        (package / "tokenizer.json").write_text(content, encoding="utf-8")
+    status, document, err = ask(capsys, "check", "g.json", str(package), "--candidate", "ort-cpu")
+    assert (status, document["outcome"]) == (0, "identical")
+    (warning,) = document["warnings"]
+    assert "the text of prompt 2 was not checked against its prompt_ids" in warning
+    assert "tokenizer.json" in warning
+    assert "warning: g.json: the text of prompt 2 was not checked" in err
+
+
 def set_prompt(**fields: Any) -> Any:
     """Change the first prompt of a golden."""
     return lambda golden: golden["prompts"][0].update(fields)
