@@ -54,6 +54,7 @@ class CheckStarted:
         candidate_process: `isolated` in a process of its own, or `in-process`.
         source: name of the engine that runs the source model; None where there is none.
         source_path: the folder of the source model.
+        warnings: sentences that a user should know of a result that stands.
     """
 
     package: str
@@ -71,6 +72,7 @@ class CheckStarted:
     candidate_process: CandidateProcess = "in-process"
     source: str | None = None
     source_path: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class RelationsStarted:
         max_new_tokens: tokens to decode.
         relations: names of those to try, in order.
         seed: of everything made up.
+        warnings: sentences that a user should know of a result that stands.
     """
 
     package: str
@@ -59,6 +60,7 @@ class RelationsStarted:
     max_new_tokens: int
     relations: tuple[str, ...]
     seed: int
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from harness.cli.options import ORACLE, DecodeOptions, limit_options, report_option
-from harness.cli.output import json_option, reporting
+from harness.cli.output import json_option, reporting, warnings_said
 from harness.cli.preparing import Model, open_model, plan_task, usable_engine
 from harness.cli.process import deferred_interrupts
 from harness.cli.prompting import PromptOptions
@@ -225,6 +225,7 @@ def _run_and_report(plan: ConformPlan, model: Model, *, report_dir: Path | None,
         events=(RelationsStarted, RelationJudged, RelationsFinished),
     )
     progress = RelationProgress(Console(stderr=True))
+    plan = replace(plan, warnings=warnings_said())
     end = run_into(partial(run_conform, plan), document, writer, progress=progress)
     show_report(document.mapping(), writer.path, as_json=as_json, render=render_conformance)
     return end.exit_code

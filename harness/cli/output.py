@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeAlias
 
 import click
@@ -21,12 +22,15 @@ __all__ = [
     "report_warning",
     "reporting",
     "unreadable",
+    "warnings_said",
 ]
 
 FailureDocument: TypeAlias = Callable[[ParityError], Mapping[str, Any]]
 """The JSON document of a verb that could not do its work."""
 
 P = ParamSpec("P")
+
+_said: ContextVar[list[str]] = ContextVar("warnings of the verb that runs")
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Machine output: one line of JSON on standard output."
@@ -59,6 +63,12 @@ def report_error(error: ParityError) -> None:
 def report_warning(warning: str) -> None:
     """Say on standard error, in one line, what a user should know about a result that stands."""
     _say(f"warning: {warning}")
+    _said.get([]).append(" ".join(warning.split()))
+
+
+def warnings_said() -> tuple[str, ...]:
+    """What the verb that runs has warned of until now, each in one line: for its report."""
+    return tuple(_said.get([]))
 
 
 def _say(sentences: str) -> None:
@@ -84,6 +94,7 @@ def reporting(document: FailureDocument) -> Callable[[Callable[P, int]], Callabl
         @functools.wraps(verb)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> int:
             failure: ParityError
+            _said.set([])
             try:
                 return verb(*args, **kwargs)
             except ParityError as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-from harness.cli.output import print_json_line, report_error
+from harness.cli.output import print_json_line, report_error, warnings_said
 from harness.cli.preparing import failure_fields
 from harness.cli.process import INTERRUPTED, deferred_interrupts, ending
 from harness.errors import EngineFailedError, ParityError
@@ -111,6 +112,7 @@ def run_and_report(
     folder = report_dir or default_report_dir(model.asked)
     writer = ReportWriter(folder, document, fresh=report_dir is None)
     progress = ProgressReporter(Console(stderr=True))
+    plan = replace(plan, warnings=warnings_said())
     end = run_into(partial(run_check, plan), document, writer, progress=progress)
     show_report(
         document.mapping(),

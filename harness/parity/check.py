@@ -67,6 +67,7 @@ class CheckPlan:
         candidate_process: whether the candidate's sessions live in worker processes.
         strict_placement: whether a node of the candidate on the CPU makes the run invalid.
         source: the model that the package was exported from; None where it is not at hand.
+        warnings: what was warned of already, for the report.
     """
 
     package: str
@@ -84,6 +85,7 @@ class CheckPlan:
     candidate_process: CandidateProcess = "in-process"
     strict_placement: bool = False
     source: SourcePlan | None = None
+    warnings: Sequence[str] = ()
 
 
 def run_check(plan: CheckPlan, emit: EventSink) -> CheckFinished:
@@ -293,6 +295,7 @@ class _Check:
                 candidate_process=plan.candidate_process,
                 source=None if plan.source is None else plan.source.spec.name,
                 source_path=None if plan.source is None else str(plan.source.folder),
+                warnings=tuple(plan.warnings),
             )
         )
         if self._source is not None:

@@ -60,6 +60,7 @@ class ConformPlan:
         judges_rounding: whether it does the latter, or differences are reported without a judgement.
         relations: those to try, in order.
         strict_placement: whether a node on the CPU makes the run invalid.
+        warnings: what was warned of already, for the report.
     """
 
     package: str
@@ -74,6 +75,7 @@ class ConformPlan:
     judges_rounding: bool = True
     relations: Sequence[Relation] = RELATIONS
     strict_placement: bool = False
+    warnings: Sequence[str] = ()
 
 
 def run_conform(plan: ConformPlan, emit: RelationSink) -> RelationsFinished:
@@ -172,6 +174,7 @@ def _start(plan: ConformPlan) -> RelationsStarted:
         max_new_tokens=subject.steps,
         relations=tuple(relation.name for relation in plan.relations),
         seed=subject.seed,
+        warnings=tuple(plan.warnings),
     )
 
 

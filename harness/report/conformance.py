@@ -59,6 +59,7 @@ class ConformanceDocument:
             "schema": SCHEMA,
             **ending(end),
             "seed": start.seed if start else 0,
+            "warnings": list(start.warnings) if start else [],
             "model": None if start is None else model(start),
             "engine": None if start is None else self._engine(start),
             "prompt": None if start is None else self._prompt(start),

@@ -48,6 +48,7 @@ class ParityDocument:
         self._model: dict[str, Any] | None = None
         self._sides: dict[str, dict[str, Any]] = {}
         self._compared: tuple[str, ...] = ("tokens",)
+        self._warnings: tuple[str, ...] = ()
         self._seed = 0
         self._prompts: dict[int, dict[str, Any]] = {}
         self._witnessed: dict[int, dict[str, Any] | None] = {}
@@ -78,6 +79,7 @@ class ParityDocument:
             "seed": self._seed,
             "compared": list(self._compared),
             "attribution": end.attribution if end else None,
+            "warnings": list(self._warnings),
             "model": self._model,
             "candidate": self._candidate(),
             "oracle": self._sides.get("oracle"),
@@ -86,7 +88,7 @@ class ParityDocument:
         }
 
     def _start(self, event: CheckStarted) -> None:
-        self._seed, self._compared = event.seed, event.compared
+        self._seed, self._compared, self._warnings = event.seed, event.compared, event.warnings
         self._model = model(event)
         self._sides["candidate"] = {
             "engine": event.candidate,

@@ -233,6 +233,34 @@ def test_a_trace_of_another_model_is_refused(package: Path, capsys: Capsys, tmp_
     assert [each.name for each in Path.cwd().iterdir()] == ["x.trace"]
 
 
+def test_what_is_warned_of_stands_in_the_report(package: Path, capsys: Capsys) -> None:
+    """A declared pairing that the graph contradicts, and a declared length: of `check` and `verify`.
+
+    What one run warned of is not told of the next.
+    """
+    ask(capsys, "record", str(package), "--engine", "ort-cpu", "-o", "x.trace", *IDS)
+    assert ask(capsys, "verify", "x.trace", str(package))[1]["warnings"] == []
+    kv = ["past_key_values.0.key", "past_key_values.0.value"]
+    block = {"kv_inputs": kv, "kv_outputs": ["present.0.value", "present.0.key"]}
+    (package / "inference_metadata.yaml").write_text(json.dumps({"model": {"io": block}}), encoding="utf-8")
+    (package / "config.json").write_text('{"max_position_embeddings": 8}', encoding="utf-8")
+    ask(capsys, "record", str(package), "--engine", "ort-cpu", "-o", "x.trace", *IDS)
+    for asked in (
+        ["check", str(package), "--candidate", "ort-cpu", *IDS],
+        ["verify", "x.trace", str(package)],
+    ):
+        status, document, err = ask(capsys, *asked, "--report-dir", "r")
+        said = [line.partition("warning: ")[2] for line in err.splitlines() if "warning: " in line]
+        assert status == 0
+        assert document["warnings"] == said
+        assert json.loads(Path("r/parity.json").read_text(encoding="utf-8"))["warnings"] == said
+        assert any("`past_key_values.0.key` goes with `present.0.value`" in each for each in said)
+        assert any("max_position_embeddings is 8" in each for each in said)
+    (package / "inference_metadata.yaml").unlink()
+    (package / "config.json").unlink()
+    assert ask(capsys, "check", str(package), "--candidate", "ort-cpu", *IDS)[1]["warnings"] == []
+
+
 @pytest.mark.parametrize(
     ("engine", "oracle"),
     [

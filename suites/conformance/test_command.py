@@ -63,8 +63,9 @@ Conform = Callable[..., tuple[int, dict[str, Any], str]]
 def conform(package: Path, capsys: pytest.CaptureFixture[str]) -> Conform:
     """Runs the command: exit status, document, and what stood on standard error."""
 
-    def conform(*options: str) -> tuple[int, dict[str, Any], str]:
-        status = run(["conform", str(package if package.exists() else package.parent), *options, "--json"])
+    def conform(*options: str, folder: bool = False) -> tuple[int, dict[str, Any], str]:
+        asked = package if package.exists() and not folder else package.parent
+        status = run(["conform", str(asked), *options, "--json"])
         out, err = capsys.readouterr()
         document: dict[str, Any] = json.loads(out)
         jsonschema.validate(document, SCHEMA)
@@ -108,6 +109,16 @@ def test_a_good_engine_is_conformant(conform: Conform, tmp_path: Path) -> None:
     assert document["band"]["spreads"]["logits"] > 0
     assert json.loads((tmp_path / "out/conformance.json").read_text(encoding="utf-8")) == document
     assert "run-to-run: bitwise" in err
+
+
+def test_what_is_warned_of_stands_in_the_report(conform: Conform, package: Path) -> None:
+    """As it stands on standard error: a length that is declared, and that the decode goes beyond."""
+    assert conform("--engine", "ort-cpu:threads=1", *PROMPT, *QUICK)[1]["warnings"] == []
+    (package.parent / "config.json").write_text('{"max_position_embeddings": 3}', encoding="utf-8")
+    status, document, err = conform("--engine", "ort-cpu:threads=1", *PROMPT, *QUICK, folder=True)
+    said = [line.partition("warning: ")[2] for line in err.splitlines() if "warning: " in line]
+    assert (status, document["warnings"]) == (0, said)
+    assert "max_position_embeddings is 3" in said[0]
 
 
 @pytest.mark.parametrize("report", ["--json", "text"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from fixtures.streams import crashed_stream, divergent_stream
 from harness.errors import InputError
-from harness.events import CheckFinished, Event, PromptJudged
+from harness.events import CheckFinished, CheckStarted, Event, PromptJudged
 from harness.report.document import ParityDocument, token_sha256
 from harness.report.writer import ReportWriter, write_json_atomically
 
@@ -62,6 +63,15 @@ def test_what_was_found_stands_in_the_document() -> None:
     assert second["oracle_forced_ids"] == [1, 4, 3]
     assert second["first_divergence"]["candidate_top"][2] == [0, None]
     assert second["first_divergence"]["cause"] is None
+
+
+def test_warnings_stand_in_the_document() -> None:
+    """Once it is known that there is a result of which they are to be known."""
+    start, *rest = divergent_stream()
+    assert isinstance(start, CheckStarted)
+    warned = document_of([replace(start, warnings=("One.", "Two.")), *rest])
+    assert warned == document_of([start, *rest]) | {"warnings": ["One.", "Two."]}
+    assert document_of([])["warnings"] == []
 
 
 def test_a_failure_keeps_the_tokens_from_before_it() -> None:
