@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from harness.decode.extents import with_extents
 from harness.decode.parts import (
     HIDDEN_STATES,
     Part,
@@ -121,18 +122,16 @@ class _Assembler:
         self._refuse_silent(outputs, decoder)
         if topology.token_input is None:
             topology = self._with_token(topology)
-        return Assembly(
-            topology,
-            Wiring(
-                steps=tuple(steps),
-                inputs=self._inputs(inventory, steps),
-                outputs=outputs,
-                ports=inventory.outputs,
-                caches=frozenset(_caches(topology)),
-                notes=self._notes,
-            ),
-            tuple(self._given.values()),
+        wiring = Wiring(
+            steps=tuple(steps),
+            inputs=self._inputs(inventory, steps),
+            outputs=outputs,
+            ports=inventory.outputs,
+            caches=frozenset(_caches(topology)),
+            notes=self._notes,
         )
+        topology = with_extents(topology, wiring.inventory, steps)
+        return Assembly(topology, wiring, tuple(self._given.values()))
 
     def _refuse_silent(self, outputs: Mapping[str, Sequence[Output]], decoder: Sequence[Part]) -> None:
         """Logits and caches must be given at every call, by one part or another."""

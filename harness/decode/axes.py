@@ -11,7 +11,8 @@ __all__ = ["UnfeedableError", "batch_axis", "extra_rows", "is_quantised", "known
 _PACKED = frozenset({"int4", "uint4", "int2", "uint2", "float4e2m1"})
 _QUANTISED = frozenset({"int8", "uint8", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"})
 _SUM = re.compile(r"\s*([A-Za-z_]\w*)\s*\+\s*(\d+)\s*|\s*(\d+)\s*\+\s*([A-Za-z_]\w*)\s*")
-_ARITHMETIC = frozenset("*/+-")
+_ARITHMETIC = re.compile(r"[*/+-]|\sx\s")
+"""What makes a symbol a term; Optimum writes a product as `batch_size x num_heads`."""
 
 
 class UnfeedableError(Exception):
@@ -46,8 +47,8 @@ def batch_axis(shape: tuple[Dimension, ...], batch: Dimension) -> int | None:
     first = shape[0]
     if isinstance(first, int):
         named = [axis for axis, extent in enumerate(shape) if isinstance(extent, str) and "batch" in extent]
-        return named[0] if len(named) == 1 and not _ARITHMETIC & set(str(shape[named[0]])) else None
-    return None if isinstance(first, str) and _ARITHMETIC & set(first) else 0
+        return named[0] if len(named) == 1 and not _ARITHMETIC.search(str(shape[named[0]])) else None
+    return None if isinstance(first, str) and _ARITHMETIC.search(first) else 0
 
 
 def is_quantised(dtype: str) -> bool:

@@ -69,11 +69,15 @@ class CallInput:
         return np.broadcast_to(np.asarray(self.values(call), dtype=self.dtype), extents)
 
 
-def token_input(port: Port) -> tuple[CallInput, int | None]:
+def token_input(port: Port, *, rows: Dimension = None) -> tuple[CallInput, int | None]:
     """The port of the token IDs, [1, tokens] or [tokens], and how many it takes a call; None for any number.
 
     Without a batch axis only one token a call is fed: what it gives has then one row, whichever axis that
     is (`harness.engines.base.Session.top_logits`).
+
+    Args:
+        port: the port.
+        rows: the first axis of logits that have no axis for positions: as many as tokens are sequences.
 
     Raises:
         UnfeedableError: the port takes something else.
@@ -82,6 +86,8 @@ def token_input(port: Port) -> tuple[CallInput, int | None]:
     shape = port.shape or ("batch", "sequence")
     _one_sequence(port, shape[:-1])
     last = shape[-1]
+    if len(shape) == 1 and rows == last:
+        _one_sequence(port, shape)
     if isinstance(last, int) and last != 1:
         raise UnfeedableError(f"takes exactly {last} tokens a call, and the loop feeds any number or one")
     one = last == 1 or len(shape) == 1

@@ -92,7 +92,9 @@ class _Planner:
         caches: tuple[CacheStrategy, ...] = (growing, scales, buffers, states)
         smallest = buffers.smallest
         room = None if smallest is None else Room(smallest.shape[smallest.axis], smallest.input)
-        token = self._call(topology.token_input, token_input)
+        scores = self._outputs.get(topology.logits_output or "", Port("", None, None)).shape or ()
+        rows = scores[0] if len(scores) == 2 else None
+        token = self._call(topology.token_input, token_input, rows=rows)
         calls = [
             None if token is None else token[0],
             self._call(

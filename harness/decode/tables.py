@@ -9,7 +9,7 @@ here, says nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -202,6 +202,31 @@ class Tables:
         """
         return list(_Call(self, fed).readings(self.root))
 
+    def appended(self, ports: Collection[str], fed: Mapping[str, NDArray[Any]]) -> dict[str, tuple[int, ...]]:
+        """The shapes of what a call joins to inputs, such as new keys to a cache, as far as they show.
+
+        Args:
+            ports: the inputs, which are taken for empty along the axis of joining.
+            fed: the other inputs that are known.
+        """
+        known = dict(fed)
+        call = _Call(self, known)
+        found: dict[str, tuple[int, ...]] = {}
+        for node in self.root.nodes:  # in order: what a layer appends follows from the caches before it
+            if node.op_type == "Concat" and len(node.input) == 2 and node.domain in ("", "ai.onnx"):
+                for own, other in (node.input, node.input[::-1]):
+                    port = call.port(self.root, own)
+                    if port is None or port not in ports or port in known:
+                        continue
+                    shape = call.shape(self.root, other)
+                    axis = _integer(node, "axis", 0)
+                    if shape is not None and -len(shape) <= axis < len(shape):
+                        found[port] = shape
+                        empty = list(shape)
+                        empty[axis] = 0
+                        known[port] = np.zeros(empty, np.float32)
+        return found
+
     def evaluator(self, scope: _Scope, node: onnx.NodeProto) -> ReferenceEvaluator:
         """The reference implementation of a node, by itself."""
         key = (id(scope), node.output[0])
@@ -269,7 +294,7 @@ class _Scope:
         return self._branches[key]
 
 
-_INTERESTING = {operator for _, operator in _LOOKS} | _ADDED | {"GroupQueryAttention", "If"}
+_INTERESTING = {operator for _, operator in _LOOKS} | _ADDED | {"Concat", "GroupQueryAttention", "If"}
 
 
 class _Call:
@@ -280,6 +305,13 @@ class _Call:
         self._fed = fed
         self._known: dict[tuple[Callable[..., Any], int, str], Any] = {}
         self._depth = 0
+
+    def shape(self, scope: _Scope, name: str) -> tuple[int, ...] | None:
+        """The shape of a value; None where it is not known."""
+        try:
+            return self._shape(scope, name)
+        except _UnknownError:
+            return None
 
     def readings(self, scope: _Scope) -> Iterator[Reading]:
         """What the nodes of a graph read, and those of the branches that are taken."""
@@ -323,7 +355,7 @@ class _Call:
         if index.dtype.kind in "iu" and index.size and -len(shape) <= axis < len(shape):
             highest = int(index.max()) - counts
             lowest = 0 if counts else int(index.min())
-            yield Looked(found, shape[axis], lowest, highest, self._port(scope, rows))
+            yield Looked(found, shape[axis], lowest, highest, self.port(scope, rows))
 
     def _added(self, scope: _Scope, node: onnx.NodeProto) -> Iterator[Added]:
         """A table of several rows that goes with what is computed, place by place."""
@@ -368,7 +400,7 @@ class _Call:
                 return None
         return None
 
-    def _port(self, scope: _Scope, name: str) -> str | None:
+    def port(self, scope: _Scope, name: str) -> str | None:
         """The input of the graph that a value is, in whatever shape and type."""
         for _ in range(_DEEPEST):
             owner = scope.owner_of(name)

@@ -96,6 +96,30 @@ def test_an_embedding_graph_and_its_decoder_are_a_text_model(form: str, kind: st
     assert session.info.settings["text_only"].endswith("is given no image_features")
 
 
+@pytest.mark.parametrize("kind", ["ort-cpu", "oracle"])
+def test_a_second_product_of_the_embedding_graph_is_passed_on(kind: str, tmp_path: Path) -> None:
+    """Inputs for each layer beside the embeddings (Gemma 4): the decoder needs both, and gets them."""
+    whole = DECODER.save(tmp_path / "whole.onnx")
+    model = onnx.load(whole)
+    (embeds,), (sum_,) = model.graph.node[0].output, model.graph.node[2].output
+    model.graph.node[2].output[0] = "sum"
+    model.graph.node.insert(1, onnx.helper.make_node("Neg", [embeds], ["negative"]))
+    for index, (one, other, output) in enumerate((("negative", embeds, "none"), ("sum", "none", sum_)), 4):
+        model.graph.node.insert(index, onnx.helper.make_node("Add", [one, other], [output]))
+    onnx.save(model, whole)
+    names = {embeds: "inputs_embeds", "negative": "per_layer_inputs"}
+    pieces = cut(whole, tmp_path / "p", [2], names=names)
+    for piece, name in zip(pieces, ("embed_tokens", "decoder"), strict=True):
+        piece.path.rename(tmp_path / "p" / f"{name}.onnx")
+    assembly = assembly_of(tmp_path / "p")
+
+    trace = greedy_decode(open_whole(kind, assembly), assembly.topology, PROMPT, max_new_tokens=10)
+
+    assert {"inputs_embeds", "per_layer_inputs"} <= {*pieces[1].inputs}
+    assert trace.failure is None
+    assert trace.token_ids == DECODER.greedy(PROMPT, 10)
+
+
 def change(path: Path, *, op_type: str | None = None, weight: float | None = None) -> None:
     """Damage a graph: its last node does something else, or all its weights are one number."""
     model = onnx.load(path)

@@ -15,6 +15,7 @@ from harness.topology.spec import GraphFacts, Role, Topology
 
 FROM_ELSEWHERE = frozenset(
     {
+        Role.AUXILIARY,
         Role.EMBEDS,
         Role.CROSS_KV_KEY,
         Role.CROSS_KV_VALUE,
@@ -22,19 +23,21 @@ FROM_ELSEWHERE = frozenset(
         Role.ENCODER_ATTENTION_MASK,
     }
 )
-"""What another graph computes: `suites/decode/test_encoder.py` and its like."""
+"""What another graph computes: `suites/decode/test_encoder.py`, `test_components.py` and their like."""
 
 NOT_FED = {
-    "genai-test__marian-batch-beams__decoder": "4 tokens",
-    "genai-test__marian-batch-values__decoder": "2 tokens",
-    "genai-test__marian-batch__decoder": "2 tokens",
-    "onnx-genai__onnx_genai_workflows-speculative-verifier": "4 tokens",
+    # A batch of the beams of one search, or of several sources: a session reduces the logits of one sequence.
+    "genai-test__marian-batch-beams__decoder": "input_ids takes a batch of 4",
+    "genai-test__marian-batch-values__decoder": "input_ids takes a batch of 2",
+    "genai-test__marian-batch__decoder": "input_ids takes a batch of 2",
+    # It judges a block of tokens that are proposed: fed one by one, three rows of each call would have to be
+    # taken back out of its cache.
+    "onnx-genai__onnx_genai_workflows-speculative-verifier": "proposed_tokens takes exactly 4 tokens a call",
+    # Heads that are counted with the batch: the ports do not say how many, the nodes do (`test_extents.py`).
     "synth__optimum-bloom-legacy": "batch_size * num_heads",
     "synth__transformersjs-falcon-legacy": "batch_size * num_heads",
-    "synth__transformersjs-gemma4": "nobody has a value for",
 }
-"""Layouts that name no way to feed them, each with what the refusal says: batches that are fixed, blocks of
-proposed tokens, heads counted with the batch, the product of a second embedding graph."""
+"""Layouts that name no way to feed them, each with what the refusal says."""
 
 HEAD_WIDTH = 16
 
@@ -74,7 +77,10 @@ def test_most_layouts_derive() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_port_is_fed_or_named_with_its_reason(name: str) -> None:
-    """A plan feeds each input once; a refusal is for what another graph computes, or is listed here."""
+    """A plan feeds each input once; a refusal is for what another graph computes, or is listed here.
+
+    Of Gemma 4 that is the product of a second embedding.
+    """
     layout, topology = LAYOUTS[name]
     inputs = {port.name for port in layout.inventory.inputs}
     roles = {port.name: port.role for port in topology.roles if port.direction == "input"}
