@@ -11,6 +11,7 @@ import click
 from harness.cli.output import (
     json_option,
     print_json_line,
+    print_line,
     report_error,
     report_warning,
     reporting,
@@ -163,9 +164,9 @@ def _write(name: str, source: Source, topology: Topology, form: str) -> None:
     except BaseException:
         path.unlink()
         raise
-    click.echo(f"onnx-parity: wrote {path}", err=True)
+    print_line(f"onnx-parity: wrote {path}", err=True)
     if missing:
-        click.echo(
+        print_line(
             f"onnx-parity: neither the ports nor {package.folder / 'config.json'} say "
             f"{' and '.join(missing)}: onnxruntime-genai asks for it under `model`.",
             err=True,
@@ -192,7 +193,9 @@ def _show(document: Mapping[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    from harness.report.plain import legible
+
+    console, document = Console(), legible(document)
     console.print(Text(f"{document['source']}: {document['outcome']}", style="bold"))
     refusal = document["refusal"]
     if refusal is not None:

@@ -36,6 +36,7 @@ def command(as_json: bool) -> int:
 
     from harness.engines.registry import default_candidate, installed_engines
     from harness.errors import EngineUnavailableError
+    from harness.report.plain import legible
 
     try:
         default = default_candidate().name
@@ -62,6 +63,7 @@ def command(as_json: bool) -> int:
     if as_json:
         print_json_line({"schema": _SCHEMA, "engines": rows, "exit_code": 0, "error": None})
         return 0
+    rows = legible(rows)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in ("engine", "usable", "version", "what it is, or why it cannot be used"):
         table.add_column(title)
@@ -69,7 +71,8 @@ def command(as_json: bool) -> int:
         why = row["description"] if row["usable"] else f"{row['reason']} {row['next'] or ''}".rstrip()
         if row["default_candidate"]:
             why += " (default candidate)"
-        table.add_row(row["name"], "yes" if row["usable"] else "no", row["version"] or "-", Text(why))
+        usable = "yes" if row["usable"] else "no"
+        table.add_row(Text(row["name"]), usable, Text(row["version"] or "-"), Text(why))
         for name, option in row["options"].items():
             line = f"  {name}={option['default']}: {option['help']}; {option['expected']}"
             table.add_row("", "", "", Text(line, style="dim"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from harness.cli.output import json_option, print_json_line, reporting
+from harness.cli.output import json_option, print_json_line, print_line, reporting
 from harness.errors import ParityError
 
 __all__ = ["command", "failure_document"]
@@ -39,7 +39,7 @@ def command(name: str, as_json: bool) -> int:
     from harness.models.fetch import fetch_smollm2
 
     def progress(line: str) -> None:
-        click.echo(line, err=True)
+        print_line(line, err=True)
 
     path = fetch_smollm2(progress=progress)
     if as_json:
@@ -47,5 +47,5 @@ def command(name: str, as_json: bool) -> int:
             {"schema": _SCHEMA, "outcome": "fetched", "path": str(path), "exit_code": 0, "error": None}
         )
     else:
-        click.echo(f"{name} is at {path}")
+        print_line(f"{name} is at {path}")
     return 0

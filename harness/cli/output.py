@@ -12,12 +12,14 @@ import click
 
 from harness.cli.process import INTERRUPTED, ending
 from harness.errors import InputError, ParityError
+from harness.report.plain import visible
 
 __all__ = [
     "FailureDocument",
     "InterruptionError",
     "json_option",
     "print_json_line",
+    "print_line",
     "report_error",
     "report_warning",
     "reporting",
@@ -72,8 +74,12 @@ def warnings_said() -> tuple[str, ...]:
 
 
 def _say(sentences: str) -> None:
-    text = " ".join(sentences.split())
-    click.echo(f"onnx-parity: {''.join(c if c.isprintable() else repr(c)[1:-1] for c in text)}", err=True)
+    print_line(f"onnx-parity: {' '.join(sentences.split())}", err=True)
+
+
+def print_line(text: str, *, err: bool = False) -> None:
+    """Write a line for a person, with nothing in it that a terminal would obey."""
+    click.echo(visible(text), err=err)
 
 
 def unreadable(error: OSError) -> InputError:

@@ -38,6 +38,7 @@ def command(source: str, as_json: bool) -> int:
     from rich.text import Text
 
     from harness.cli.source import read_source
+    from harness.report.plain import visible
 
     inventory = read_source(source).inventory
     if as_json:
@@ -50,7 +51,8 @@ def command(source: str, as_json: bool) -> int:
         table.add_column(title, overflow="fold")
     for direction, ports_of in (("input", inventory.inputs), ("output", inventory.outputs)):
         for port in ports_of:
-            table.add_row(direction, Text(port.name), port.dtype or "?", Text(_shape(port)))
+            cells = (port.name, port.dtype or "?", _shape(port))
+            table.add_row(direction, *(Text(visible(cell)) for cell in cells))
     Console().print(table)
     return 0
 

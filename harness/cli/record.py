@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.cli.options import ORACLE, DecodeOptions, decode_options, limit_options
-from harness.cli.output import json_option, print_json_line, report_error, reporting
+from harness.cli.output import json_option, print_json_line, print_line, report_error, reporting
 from harness.cli.preparing import (
     all_options,
     check_target,
@@ -96,7 +96,7 @@ def command(
         count, seconds = (
             (len(decoded.trace.token_ids), decoded.trace.seconds) if decoded.trace is not None else (0, 0.0)
         )
-        click.echo(
+        print_line(
             f"prompt {index + 1}/{len(plan.prompts)}: {count} tokens in {seconds:.1f} s"
             f"{', then the engine failed' if failed else ''}",
             err=True,
@@ -232,10 +232,10 @@ def _repeats(decodes: tuple[RecordedDecode, ...]) -> bool | None:
 def _show(document: Mapping[str, Any]) -> None:
     trace, prompts = document["trace"], document["prompts"]
     same = [prompt["repeats"] for prompt in prompts if prompt["repeats"] is not None]
-    click.echo(f"trace   {trace['path']}  {_size(trace['bytes'])}  sha256 {trace['sha256'][:12]}")
-    click.echo(f"model   {document['model']['path']}  sha256 {document['model']['sha256'][:12]}")
-    click.echo(f"engine  {document['engine']['engine']} {document['engine']['version'] or ''}".rstrip())
-    click.echo(
+    print_line(f"trace   {trace['path']}  {_size(trace['bytes'])}  sha256 {trace['sha256'][:12]}")
+    print_line(f"model   {document['model']['path']}  sha256 {document['model']['sha256'][:12]}")
+    print_line(f"engine  {document['engine']['engine']} {document['engine']['version'] or ''}".rstrip())
+    print_line(
         f"decoded {len(prompts)} prompts in {sum(prompt['seconds'] for prompt in prompts):.1f} s; "
         f"{sum(same)} of {len(same)} repeated bit for bit"
     )

@@ -180,13 +180,15 @@ def show_report(
     """
     from rich.console import Console
 
+    from harness.report.plain import visible
+
     if as_json:
         print_json_line(document)
     elif path is not None:
         Console().print(render(document))
     if path is not None:
         Console(stderr=True).print(
-            f"report: {path}", style="dim", markup=False, highlight=False, soft_wrap=True
+            visible(f"report: {path}"), style="dim", markup=False, highlight=False, soft_wrap=True
         )
 
 

@@ -97,6 +97,7 @@ def usable_engines() -> list[str]:
     from importlib.metadata import version
 
     from harness.engines.registry import installed_engines
+    from harness.report.plain import visible
 
     states = {engine.name: engine.availability() for engine in installed_engines()}
     usable = [
@@ -105,11 +106,12 @@ def usable_engines() -> list[str]:
         if state.usable
     ]
     lines = [f"onnx-parity {version('onnx-parity')}, usable engines: {', '.join(usable) or 'none'}"]
-    return lines + [
+    lines += [
         f"onnx-parity: {name} is not usable: {state.reason}"
         for name, state in states.items()
         if not state.usable
     ]
+    return [visible(line) for line in lines]
 
 
 def _outcome(document: Mapping[str, Any]) -> str:

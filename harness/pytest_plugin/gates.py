@@ -14,6 +14,7 @@ from harness.engines.registry import parse_engine
 from harness.errors import InputError
 from harness.pytest_plugin.selection import packages
 from harness.pytest_plugin.settings import MODEL_DIR, REQUIRE, gate_of, required
+from harness.report.plain import visible
 
 __all__ = ["missing", "require_engine", "require_marked", "require_package"]
 
@@ -21,6 +22,7 @@ __all__ = ["missing", "require_engine", "require_marked", "require_package"]
 def missing(item: pytest.Item, gates: set[str], reason: str) -> NoReturn:
     """End a test that lacks something: it fails where one of `gates` is required, else it is skipped."""
     __tracebackhide__ = True
+    reason = visible(reason)
     promised = gates & required(item.config)
     if promised:
         pytest.fail(

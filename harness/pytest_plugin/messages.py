@@ -13,6 +13,7 @@ from harness.cli.source import find_package
 from harness.decode.prompts import decode_tokens
 from harness.errors import ParityError
 from harness.report.console import render_report
+from harness.report.plain import legible
 
 __all__ = ["explain"]
 
@@ -28,6 +29,7 @@ def explain(document: Mapping[str, Any], *, package: str, report: Path, command:
         report: where it was written, if decoding began.
         command: does the same again.
     """
+    raw, document = document, legible(document)
     parts = [f"{package}: {_headline(document)}"]
     refusal, error = document["refusal"], document["error"]
     if refusal is not None:
@@ -37,7 +39,7 @@ def explain(document: Mapping[str, Any], *, package: str, report: Path, command:
     elif error is not None:
         parts.append(error["next"])
     if document["model"] is not None:
-        parts += ["", _rendered(document, package), f"report: {report}"]
+        parts += ["", _rendered(raw, package), f"report: {report}"]
     return "\n".join([*parts, f"again:  {command}"])
 
 

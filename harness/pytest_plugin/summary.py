@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from harness.pytest_plugin.settings import REQUIRE, is_ours, required
+from harness.report.plain import visible
 
 __all__ = ["FINDINGS", "Summary"]
 
@@ -97,7 +98,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
     rows = [{**row, "package": _short(row["package"])} for row in rows]
-    cells = [[row[name.replace(" ", "_")] for name in _COLUMNS] for row in rows]
+    cells = [[visible(row[name.replace(" ", "_")]) for name in _COLUMNS] for row in rows]
     shown = [i for i in range(len(_COLUMNS)) if any(row[i] for row in cells)]
     lines = [list(_COLUMNS), *cells]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from harness.relation_events import RelationEvent, RelationJudged, RelationsFinished, RelationStarted
 from harness.report.console import engine_text, model_text
+from harness.report.plain import legible
 
 __all__ = ["RelationProgress", "render_conformance"]
 
@@ -57,6 +58,7 @@ def render_conformance(document: Mapping[str, Any]) -> Group:
     Args:
         document: `onnx-parity/conformance/1`.
     """
+    document = legible(document)
     parts: list[Any] = []
     if document["model"] is not None:
         parts += [_head(document), Text(), _table(document["relations"])]

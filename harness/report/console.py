@@ -21,6 +21,7 @@ from harness.events import (
     SessionOpened,
     TokenDecoded,
 )
+from harness.report.plain import legible, visible
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -106,10 +107,10 @@ class ProgressReporter:
     def _restart(self, role: str, description: str, event: PromptStarted) -> None:
         if role in self._tasks:
             self._progress.remove_task(self._tasks[role])
-        self._tasks[role] = self._progress.add_task(escape(description), total=event.max_new_tokens)
+        self._tasks[role] = self._progress.add_task(escape(visible(description)), total=event.max_new_tokens)
 
     def _say(self, line: str) -> None:
-        self._console.print(line, style="dim", markup=False, highlight=False)
+        self._console.print(visible(line), style="dim", markup=False, highlight=False)
 
 
 def render_report(document: Mapping[str, Any], *, token_text: TokenText | None = None) -> Group:
@@ -119,6 +120,7 @@ def render_report(document: Mapping[str, Any], *, token_text: TokenText | None =
         document: `onnx-parity/parity/1`.
         token_text: shows tokens as text beside their IDs; None shows IDs alone.
     """
+    raw, document = document, legible(document)
     parts: list[Any] = []
     if document["model"] is not None:
         parts += [_head(document), Text(), _table(document)]
@@ -131,8 +133,8 @@ def render_report(document: Mapping[str, Any], *, token_text: TokenText | None =
     if failure is not None:
         where = "" if failure["step"] is None else f" at step {failure['step']}"
         parts += [Text(), Text(f"The candidate {failure['kind']}{where}: {failure['message']}")]
-        written = (failure["stderr_tail"] or "").splitlines()[-_TAIL_LINES:]
-        parts += [Text(f"  | {_visible(line)}", style="dim") for line in written]
+        written = (raw["candidate"]["failure"]["stderr_tail"] or "").splitlines()[-_TAIL_LINES:]
+        parts += [Text(f"  | {visible(line)}", style="dim") for line in written]
     if document["verdict"] is not None:
         parts += [Text(), Text(f"verdict: {document['verdict']}", style=_style(document["verdict"]))]
     if document["attribution"] is not None:
@@ -223,7 +225,7 @@ def _table(document: Mapping[str, Any]) -> Table:
 
 def _row(number: int, prompt: Mapping[str, Any]) -> list[Text]:
     text, found = prompt["text"], prompt["first_divergence"]
-    shown = " ".join(map(str, prompt["prompt_ids"])) if text is None else _visible(text)
+    shown = " ".join(map(str, prompt["prompt_ids"])) if text is None else text
     margin = prompt["min_margin"] if found is None else found["oracle_margin"]
     return [
         Text(str(number)),
@@ -233,11 +235,6 @@ def _row(number: int, prompt: Mapping[str, Any]) -> list[Text]:
         Text("-" if found is None else str(found["index"])),
         Text("-" if margin is None else f"{margin:.4f}"),
     ]
-
-
-def _visible(text: str) -> str:
-    """Text on one line, with characters that a terminal would obey spelled out."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _divergence(number: int, prompt: Mapping[str, Any], token_text: TokenText | None) -> Group:

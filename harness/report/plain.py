@@ -1,4 +1,4 @@
-"""Values as JSON can carry them."""
+"""Values as JSON, and as a terminal, can carry them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["finite", "plain"]
+__all__ = ["finite", "legible", "plain", "visible"]
 
 
 def finite(value: float | None) -> float | None:
@@ -20,4 +20,26 @@ def plain(value: Any) -> Any:
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
+    return value
+
+
+def visible(text: str) -> str:
+    """Text on one line: what a terminal would obey, and what it shows nothing of, is spelled out.
+
+    What comes from an engine, a model or a file may hold anything. Whatever a person is shown of it passes
+    here.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def legible(value: Any) -> Any:
+    """A document with all of its text, keys too, as `visible` has it."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, Mapping):
+        return {legible(key): legible(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [legible(item) for item in value]
     return value
