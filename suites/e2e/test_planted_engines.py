@@ -1,8 +1,8 @@
 """Eleven engines at their worst in one run of pytest, as somebody's own tests would meet them.
 
 Each has the verdict and the exit code of what it does, none takes the run down or another along, and nothing
-of them is left: no process, no file, no shared memory, also where the run itself is killed. Nine are checked;
-the two that break a relation between decodes are `conform`'s to find, in a test of the same run.
+of them is left: no process, not even a daemon, no file, no shared memory, also where the run itself is killed.
+Nine are checked; the two that break a relation between decodes are `conform`'s to find, in a test of the same run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Planted:
 
 ENGINES = {
     "segfault at step 3": Planted(
-        "segfault,at=3", "crashed", 4, (("kind", "crashed"), ("step", 3), ("signal", "SIGSEGV"))
+        "segfault,at=3,starts=daemon", "crashed", 4, (("kind", "crashed"), ("step", 3), ("signal", "SIGSEGV"))
     ),
     "abort at creation": Planted(
         "abort,when=open", "crashed", 4, (("kind", "crashed"), ("step", None), ("signal", "SIGABRT"))
@@ -64,7 +64,7 @@ ENGINES = {
         "eat,at=1", "crashed", 4, (("kind", "crashed"), ("step", 1), ("limit", "memory 600 MiB"))
     ),
     "lacks an operator": Planted("lack,when=open", "unsupported", 4, (("kind", "unsupported"),)),
-    "megabytes on both streams": Planted("noise,at=1", "identical", 0),
+    "megabytes on both streams": Planted("noise,at=1,starts=daemon", "identical", 0),
     "NaN": Planted("nan,at=2", "divergent", 1),
     "random": Planted("random", "nondeterministic", 1),
     "runs elsewhere": Planted("elsewhere,when=open", "invalid-run", 6),
@@ -201,7 +201,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
     engines = {
         name: (planted.does, 5 if planted.verdict == "timeout" else 120) for name, planted in ENGINES.items()
     }
-    engines["hang for good"] = "hang-native,at=2", 3600
+    engines["hang for good"] = "hang-native,at=2,starts=daemon", 3600
     (tmp_path / "test_engines.py").write_text(
         TESTS.format(
             engines=engines, prompts=PROMPTS, tokens=TOKENS, relations=RELATIONS, reports=tmp_path / "kept"
@@ -280,7 +280,7 @@ def test_killing_the_run_leaves_nothing_either(project: Project) -> None:
         assert time.monotonic() < deadline, "no check has begun"
         time.sleep(0.05)
     time.sleep(1.0)  # until the worker is deep in its call
-    assert len(project.processes()) == 2
+    assert len(project.processes()) == 4  # the run, a keeper, its worker and the daemon
     run.kill()
     run.communicate(timeout=60)
 

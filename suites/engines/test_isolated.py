@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from fixtures.decoders import TinyDecoder, save_graph
-from fixtures.misbehaving import END_OF_NOISE, ENGINE, MEGABYTES_OF_NOISE, isolated_misbehaviour
+from fixtures.misbehaving import (
+    END_OF_NOISE,
+    ENGINE,
+    MEGABYTES_OF_NOISE,
+    SHARED_NAME,
+    STARTS,
+    isolated_misbehaviour,
+)
 from harness.decode.loop import greedy_decode
 from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import Session
@@ -37,12 +45,20 @@ ROOT = Path(__file__).parents[2]
 DECODER = TinyDecoder(layers="ar", seed=3)
 PROMPT = (1, 2, 3)
 TOKENS = 6
+_KIND = "`kind` of an error is 'weird', and must be one of crashed, timeout, unsupported"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hybrid of one attention and one recurrent layer."""
     return DECODER.save(tmp_path_factory.mktemp("tiny") / "model.onnx")
+
+
+def identity(folder: Path) -> Path:
+    """A graph whose output `y` is its input `x`, of shape [1, n, 9]."""
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, "n", 9]) for name in ("x", "y")]
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    return save_graph(folder / "model.onnx", nodes, ports[:1], ports[1:])
 
 
 def shared_with_others() -> tuple[set[int], int]:
@@ -174,16 +190,35 @@ def test_calls_that_take_too_long_together_are_a_timeout(model: Path) -> None:
     assert caught.value.kind == "timeout"
 
 
-def test_a_memory_eater_is_ended_and_the_limit_named(model: Path) -> None:
-    """Resident memory is watched from outside; what a limit allows is not touched."""
+@pytest.mark.parametrize("does", ["begin", "drip"])
+@pytest.mark.parametrize("limits", [Limits(call_seconds=2.0), Limits(call_seconds=None, run_seconds=4.0)])
+def test_an_answer_that_has_begun_is_none(model: Path, does: str, limits: Limits) -> None:
+    """A limit is for the whole of an answer, however much of it came, and whenever the last of it did."""
+    failure = failure_of(isolated_misbehaviour(does, at=1, limits=limits), model)
+    assert (failure.kind, failure.step) == ("timeout", 1)
+
+
+@pytest.mark.parametrize("does", ["eat", "eat-shared", "child-eats", "begin-and-eat"])
+def test_a_memory_eater_is_ended_and_the_limit_named(model: Path, does: str) -> None:
+    """Resident memory is watched from outside, whoever holds it; what a limit allows is not touched."""
     limit = 512 << 20
-    spec = isolated_misbehaviour("eat", at=2, limits=Limits(call_seconds=60.0, memory_bytes=limit))
+    spec = isolated_misbehaviour(does, at=2, limits=Limits(call_seconds=60.0, memory_bytes=limit))
     trace = decode(spec, model)
     assert trace.failure is not None
     assert (trace.failure.kind, trace.failure.step) == ("crashed", 2)
     assert trace.failure.details.limit == "memory 512 MiB"
     assert "--memory-limit" not in trace.failure.message
     assert len(trace.token_ids) == 2
+
+
+def test_memory_that_processes_share_counts_once(model: Path) -> None:
+    """Three of them with the same 256 MiB hold less than 700."""
+    spec = isolated_misbehaviour(
+        "share-with-children", at=1, limits=Limits(call_seconds=60.0, memory_bytes=700 << 20)
+    )
+    trace = decode(spec, model)
+    assert trace.failure is None
+    assert len(trace.token_ids) == TOKENS
 
 
 def test_a_python_error_is_a_crash_with_its_traceback(model: Path) -> None:
@@ -214,6 +249,89 @@ def test_errors_that_are_no_failure_of_the_engine_come_through(
     with pytest.raises(error, match=said) as caught:
         spec.open(model if damage == "elsewhere" else tmp_path / "model.onnx")
     assert not isinstance(caught.value, EngineFailedError)
+
+
+@pytest.mark.parametrize(
+    ("does", "when", "said"),
+    [
+        ("raise-wordless", "open", "raised _WordlessError: it has no text"),
+        ("raise-unmade", "run", "raised _UnmadeError"),
+        ("close-streams", "top", "raised ValueError: after closing"),
+        ("fail-weird", "open", _KIND),
+        ("fail-weird", "run", _KIND),
+        ("fail-in-no-way", "top", "`kind` of an error is "),
+        ("answer-another", "run", "it does not say which call it answers"),
+        ("answer-deeply", "open", "it is no JSON that can be read"),
+        ("answer-a-list", "top", "it is [1], and must be an object"),
+        ("answer-twice", "run", "more follows where it should end"),
+        ("claim-a-long-answer", "run", f"it says that it has {1 << 60} bytes"),
+    ],
+)
+def test_what_is_no_error_and_no_answer_is_a_crash(model: Path, does: str, when: str, said: str) -> None:
+    """One line says what was raised, or what the answer lacks."""
+    failure = failure_of(isolated_misbehaviour(does, when=when, at=1 if when == "top" else 0), model)
+    assert (failure.kind, "\n" in failure.message) == ("crashed", False)
+    assert failure.message.startswith("misbehaving ")
+    assert said in failure.message
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("dtype-objects", "dtype('float32') of class numpy"),
+        ("unknown-dtypes", "'banana', and must be an element type of ONNX"),
+        ("negative-shapes", "[-1, -1, -1], and must be a list of integers from 0 on"),
+        ("shapes-of-letters", "['a', 'b', 'c'], and must be a list of integers from 0 on"),
+        ("no-handles", "'NoneType' object has no attribute 'dtype'"),
+        ("nan-setting", "setting 'scale' is nan, and must be true, false, an integer or a text"),
+        ("nested-setting", "setting 'scale' is {'a': [1]}"),
+        ("endless-settings", "`info` has "),
+        ("no-version", "`version` is None, and must be a text"),
+        ("unknown-mode", "`mode` is 'fancy', and must be eager, captured or nothing"),
+        ("nan-placement", "`info` is no JSON"),
+    ],
+)
+def test_what_an_engine_says_is_looked_at(model: Path, does: str, said: str) -> None:
+    """Of its session and of its tensors: field, value and rule stand in one line."""
+    failure = failure_of(isolated_misbehaviour(does), model)
+    assert failure.kind == "crashed"
+    assert said in failure.message
+
+
+@pytest.mark.parametrize("does", ["numpy-numbers", "numpy-shapes"])
+def test_numbers_of_numpy_are_numbers(model: Path, does: str) -> None:
+    """As token IDs, logits, flags and extents."""
+    trace = decode(isolated_misbehaviour(does), model)
+    assert trace.failure is None
+    assert trace.token_ids == DECODER.greedy(PROMPT, TOKENS)
+
+
+def test_a_tensor_too_large_to_share_is_a_crash(tmp_path: Path) -> None:
+    """An engine may claim any extent: copying such a tensor is its failure, not ours."""
+    session = isolated_misbehaviour("endless-shapes").open(identity(tmp_path))
+    handle = session.run({"x": session.zeros((1, 1, 9), "float32")}, ("y",))["y"]
+    with pytest.raises(EngineFailedError, match="no memory can be shared"):
+        session.copy_out(handle)
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("does", "kind"), [("raise-many-words", "crashed"), ("fail-many-words", "unsupported")]
+)
+def test_a_long_message_is_cut_and_says_so(model: Path, does: str, kind: str) -> None:
+    """A million characters are not for a report; those of the stack are in the tail."""
+    failure = failure_of(isolated_misbehaviour(does, at=1), model)
+    assert failure.kind == kind
+    assert len(failure.message) <= 4096
+    assert failure.message.endswith(" more characters)")
+    if does.startswith("raise"):
+        assert "in _raise_many_words" in str(failure.details.stderr_tail)
+
+
+def test_a_signal_to_its_parent_is_not_for_us(model: Path) -> None:
+    """Whoever an engine takes for its parent, the check goes on."""
+    trace = decode(isolated_misbehaviour("signal-the-parent", at=1), model)
+    assert trace.failure is None
 
 
 @pytest.mark.parametrize("when", ["open", "run", "top", "close"])
@@ -249,13 +367,60 @@ def test_a_channel_that_is_closed_or_littered_is_a_crash(model: Path, does: str)
     assert (trace.failure.kind, trace.failure.step) == ("crashed", 1)
 
 
-def test_what_an_engine_started_ends_with_it(model: Path) -> None:
-    """A child of the worker is no child of ours, and ends all the same."""
-    session = isolated_misbehaviour("child").open(model)
-    greedy_decode(session, DECODER.topology, PROMPT, max_new_tokens=1)
-    (child,) = psutil.Process(pid_of(session)).children()
-    session.close()
-    assert gone(child.pid)
+class Leavings:
+    """All that was started in an environment that is marked, whoever its parent is now."""
+
+    def __init__(self) -> None:
+        self.environment = {SHARED_NAME: f"onnx-parity-{uuid.uuid4().hex}"}
+
+    def processes(self) -> list[psutil.Process]:
+        """Processes that are alive."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # another user's, or gone meanwhile
+                same = process.environ().get(SHARED_NAME) == self.environment[SHARED_NAME]
+                if same and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def shared(self) -> list[Path]:
+        """Named shared memory."""
+        return list(Path("/dev/shm").glob(self.environment[SHARED_NAME]))
+
+
+@pytest.fixture
+def leavings() -> Iterator[Leavings]:
+    """What this test starts; a test that is red leaves nothing either."""
+    made = Leavings()
+    yield made
+    for process in made.processes():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    for path in made.shared():
+        path.unlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are handed to nobody")
+@pytest.mark.parametrize("end", ["close", "segfault", "hang", "forget"])
+@pytest.mark.parametrize("starts", STARTS[1:])
+def test_what_an_engine_started_ends_with_it(
+    model: Path, leavings: Leavings, monkeypatch: pytest.MonkeyPatch, starts: str, end: str
+) -> None:
+    """Children, whatever they call themselves, and shared memory, whatever the end."""
+    for name, value in leavings.environment.items():
+        monkeypatch.setenv(name, value)
+    does = end if end in ("segfault", "hang") else "nothing"
+    limits = Limits(call_seconds=2.0 if end == "hang" else 60.0)
+    session = isolated_misbehaviour(does, starts=starts, limits=limits).open(model)
+    assert len(leavings.processes()) == 3  # the worker, its keeper, and what was started
+    assert len(leavings.shared()) == (starts == "sharing")
+    if does == end:
+        with pytest.raises(EngineFailedError):
+            session.run({}, [])
+    elif end == "close":
+        session.close()
+    del session
+    assert (leavings.processes(), leavings.shared()) == ([], [])
 
 
 def test_a_session_that_failed_fails_again_and_closes(model: Path) -> None:
@@ -290,11 +455,7 @@ def test_tensors_of_any_size_cross_whole(model: Path) -> None:
 
 def test_a_reduction_that_came_along_answers_nothing_else(tmp_path: Path) -> None:
     """What was asked of the last run is done along with the next one; other questions are answered anew."""
-    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, "n", 9]) for name in ("x", "y")]
-    path = save_graph(
-        tmp_path / "model.onnx", [helper.make_node("Identity", ["x"], ["y"])], ports[:1], ports[1:]
-    )
-    session = isolated(parse_engine("ort-cpu:threads=1"), Limits()).open(path)
+    session = isolated(parse_engine("ort-cpu:threads=1"), Limits()).open(identity(tmp_path))
     questions: list[tuple[int, tuple[int, ...] | None]] = [
         (2, (-1,)),
         (2, (-1,)),
@@ -330,7 +491,7 @@ from pathlib import Path
 from fixtures.misbehaving import isolated_misbehaviour
 from harness.decode.loop import greedy_decode
 from suites.engines.test_isolated import DECODER, PROMPT, TOKENS
-session = isolated_misbehaviour(sys.argv[2]).open(Path(sys.argv[1]))
+session = isolated_misbehaviour(sys.argv[2], starts=sys.argv[3]).open(Path(sys.argv[1]))
 print(session.info.settings["pid"], flush=True)
 try:
     if sys.argv[2] != "nothing":
@@ -342,14 +503,16 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.fixture(params=["nothing", "hang", "hang-native"])
-def parent(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that has opened a session, idle or in a call without end, and its worker's process ID."""
-    command = [sys.executable, "-c", PARENT, str(model), request.param]
+@contextlib.contextmanager
+def parent_of(
+    model: Path, does: str, starts: str, environment: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that has opened a session, and its worker's process ID."""
+    command = [sys.executable, "-c", PARENT, str(model), does, starts]
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -361,6 +524,35 @@ def parent(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[subpro
         time.sleep(0.5)  # until it is deep in its call
         yield process, worker
         process.kill()
+
+
+@pytest.fixture(params=["nothing", "hang", "hang-native"])
+def parent(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Such a process whose session is idle, or in a call without end."""
+    with parent_of(model, request.param, "nothing", {}) as found:
+        yield found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are handed to nobody")
+@pytest.mark.parametrize(
+    ("starts", "number"),
+    [
+        *((starts, signal.SIGKILL) for starts in STARTS[1:]),
+        ("child", signal.SIGTERM),
+        ("child", signal.SIGHUP),
+    ],
+)
+def test_what_an_engine_started_ends_with_the_parent(
+    model: Path, leavings: Leavings, starts: str, number: signal.Signals
+) -> None:
+    """Also while the engine is deep in C, and also where nobody could tell it."""
+    with parent_of(model, "hang-native", starts, leavings.environment) as (process, _):
+        assert len(leavings.processes()) == 4
+        assert len(leavings.shared()) == (starts == "sharing")
+        process.send_signal(number)
+        process.wait(20)
+        assert all(gone(left.pid) for left in leavings.processes())
+        assert leavings.shared() == []
 
 
 def test_a_worker_ends_with_its_parent(parent: tuple[subprocess.Popen[str], int]) -> None:

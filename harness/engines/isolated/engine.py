@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.engines.base import Availability, Engine, EngineOption, OptionValue, Session
+from harness.engines.isolated.answers import opened_in
 from harness.engines.isolated.limits import Limits, RunClock
 from harness.engines.isolated.process import Worker
 from harness.engines.isolated.session import IsolatedSession
@@ -72,11 +73,9 @@ class IsolatedEngine:
                     "model": str(model),
                     "options": given,
                 },
+                opened_in,
             )
-            try:
-                return IsolatedSession(worker, opened)
-            except (KeyError, TypeError, ValueError):
-                worker.malformed("loading the graph")
+            return IsolatedSession(worker, opened)
         except BaseException:
             worker.close()
             raise

@@ -18,8 +18,8 @@ class Limits:
     Attributes:
         call_seconds: of one call: loading the graph, or a step.
         run_seconds: of all calls of a run together, over all its sessions.
-        memory_bytes: of resident memory of its own; mapped files, which the system can take back at any
-            time, do not count.
+        memory_bytes: of resident memory, its own and that of all processes it started; mapped files, which
+            the system can take back at any time, do not count.
     """
 
     call_seconds: float | None = 600.0

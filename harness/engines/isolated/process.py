@@ -1,7 +1,7 @@
 """A worker process as its parent sees it: asked, watched, and ended, come what may.
 
-One call at a time: the parent sends a document and waits for the answer. While it waits it reads what the
-worker writes to standard output and error, watches its memory and the clock. Nothing here runs in a thread.
+One call at a time: the parent sends a document and waits for the answer. Until that is whole, it reads what
+the worker writes to standard output and error, watches its memory and the clock. There are no threads.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
+from harness.engines.isolated.answers import FailureKind, error_in
 from harness.engines.isolated.arena import Arena
 from harness.engines.isolated.limits import Limits, RunClock, memory_text
-from harness.engines.isolated.protocol import Document, FailureKind, MalformedError, error_from, receive, send
+from harness.engines.isolated.memory import HeldMemory
+from harness.engines.isolated.protocol import Arriving, Document, MalformedError, framed
 from harness.errors import EngineFailedError, FailureDetails
 
 __all__ = ["Worker"]
+
+_Answer = TypeVar("_Answer")
 
 _WATCH_SECONDS = 0.05
 """How often memory and clock are looked at."""
@@ -78,60 +82,64 @@ class Worker:
                 kind="crashed",
                 next_action="Free memory or processes, or run it with --in-process.",
             ) from error
-        self._channel.settimeout(limits.call_seconds)
+        self._channel.setblocking(False)
+        self._calls = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._channel, selectors.EVENT_READ)
         self._selector.register(self._output, selectors.EVENT_READ)
-        self._memory = _memory_of(self._process.pid)
+        self._memory = HeldMemory(self._process.pid)
         self._looked = time.monotonic()
         self._end = weakref.finalize(
             self,
             _end,
             self._process,
             (self._channel.close, self._selector.close, self.arena.close),
-            (lifeline, self._output),
+            lifeline,
+            self._output,
         )
 
-    def ask(self, doing: str, question: Mapping[str, Any]) -> Document:
-        """Its answer to `question`; `doing` completes "it died while" in messages.
+    def ask(self, doing: str, question: Mapping[str, Any], read: Callable[[Document], _Answer]) -> _Answer:
+        """Its answer to `question`, as `read` makes it; `doing` completes "it died while" in messages.
 
         Raises:
-            EngineFailedError: it died, or broke a limit, and can be asked no more; or its engine failed.
+            EngineFailedError: it died, broke a limit, or gave what `read` finds malformed, and can be asked
+                no more; or its engine failed.
             ParityError: whatever else of ours the engine raised.
         """
         if self._failure is not None:
             raise self._failure
         began = time.monotonic()
         self._busy = True
+        self._calls += 1
         try:
-            send(self._channel, question)
-            self._wait(doing, began)
-            answer = receive(self._channel)
-        except TimeoutError:
-            self._too_slow(doing, began)
+            document = self._exchange(framed({**question, "call": self._calls}), doing, began)
+            if document.get("call") != self._calls:
+                raise MalformedError("it does not say which call it answers")
+            raised = error_in(document)
+            answer = read(document) if raised is None else None
         except MalformedError as error:
             self._fail(
-                f"{self._engine} wrote into the channel that its answers take, while {doing}: {error}.",
+                f"{self._engine} gave no answer that can be used, while {doing}: {error}.",
                 next_action=_REPORT_IT,
             )
-        except OSError:  # it closed its end
-            answer = None
+        except (EOFError, OSError):  # it closed its end
+            self._died(doing)
         finally:
             self._clock.spent += time.monotonic() - began
-        if answer is None:
-            self._died(doing)
         self._busy = False
-        if "error" in answer:
+        if raised is not None:
             self._drain()
-            raised = error_from(answer["error"])
             if isinstance(raised, EngineFailedError):
                 raised.details = FailureDetails(stderr_tail=self._written())
             raise raised
-        return answer
+        return cast("_Answer", answer)
 
-    def malformed(self, doing: str) -> NoReturn:
-        """Fail, since an answer does not hold what it must."""
-        self._fail(f"{self._engine} gave no answer that can be read, while {doing}.", next_action=_REPORT_IT)
+    def no_room(self, doing: str, error: Exception) -> NoReturn:
+        """Fail, since there is no memory to share for a tensor."""
+        self._fail(
+            f"{self._engine} has a tensor for which no memory can be shared, while {doing}: {error}.",
+            next_action="Free memory, or run it with --in-process.",
+        )
 
     def close(self) -> None:
         """Let it end by itself if it is idle, end it otherwise. May be called twice."""
@@ -141,19 +149,33 @@ class Worker:
             self._await_end()
         self._end()
 
-    def _wait(self, doing: str, began: float) -> None:
-        """Return once there is an answer, or the end of the stream."""
+    def _exchange(self, question: bytes, doing: str, began: float) -> Document:
+        """Send a question and wait until the answer is whole.
+
+        Raises:
+            EOFError, OSError: it closed its end.
+            MalformedError: what it wrote is no document.
+            EngineFailedError: it broke a limit.
+        """
         deadline = self._deadline(began)
+        unsent, arriving = memoryview(question), Arriving()
+        self._selector.modify(self._channel, selectors.EVENT_READ | selectors.EVENT_WRITE)
         while True:
-            ready = {key.fileobj for key, _ in self._selector.select(_WATCH_SECONDS)}
+            ready = {key.fileobj: events for key, events in self._selector.select(_WATCH_SECONDS)}
             if self._output in ready and not self._read_output():
                 self._selector.unregister(self._output)
             now = time.monotonic()
             if now - self._looked > _WATCH_SECONDS:
                 self._looked = now
                 self._check_memory(doing)
-            if self._channel in ready:
-                return
+            events = ready.get(self._channel, 0)
+            if events & selectors.EVENT_WRITE:
+                with contextlib.suppress(BlockingIOError):
+                    unsent = unsent[self._channel.send(unsent) :]
+                if not unsent:
+                    self._selector.modify(self._channel, selectors.EVENT_READ)
+            if events & selectors.EVENT_READ and (document := arriving.read(self._channel)) is not None:
+                return document
             if deadline is not None and now > deadline:
                 self._too_slow(doing, began)
 
@@ -166,8 +188,8 @@ class Worker:
 
     def _check_memory(self, doing: str) -> None:
         most = self._limits.memory_bytes
-        held = None if most is None else self._memory()
-        if most is not None and held is not None and held > most:
+        held = None if most is None else self._memory.bytes_beyond(most)
+        if most is not None and held is not None:
             self._fail(
                 f"{self._engine} held {memory_text(held)} of memory while {doing}, and may hold "
                 f"{memory_text(most)}.",
@@ -290,35 +312,20 @@ def _spawn(arena: int) -> tuple[subprocess.Popen[bytes], socket.socket, int, int
     return process, ours, lifeline, output
 
 
-def _end(process: subprocess.Popen[bytes], closers: tuple[Any, ...], descriptors: tuple[int, ...]) -> None:
-    """End a worker and whatever it started, and free all that it shared with us."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
+def _end(process: subprocess.Popen[bytes], closers: tuple[Any, ...], lifeline: int, output: int) -> None:
+    """Have a worker ended with whatever it started, and free all that it shared with us."""
+    os.close(output)  # what is full would keep those from ending who still write
+    with contextlib.suppress(OSError):
+        os.write(lifeline, b".")  # should somebody have a copy, closing alone would tell nothing
+    os.close(lifeline)
+    try:
         process.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:  # a driver may hold on to the worker
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
     for close in closers:
         close()
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-def _memory_of(pid: int) -> Any:
-    """A function that tells how many bytes the process holds; None once it is gone."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-    except psutil.Error:
-        return lambda: None
-
-    def held() -> int | None:
-        try:
-            told = process.memory_info()
-        except psutil.Error:
-            return None
-        return int(told.rss - getattr(told, "shared", 0))
-
-    return held
 
 
 def _signal_name(number: int) -> str:

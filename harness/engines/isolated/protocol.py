@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from harness.engines.base import SessionInfo, TopLogits
 from harness.errors import (
@@ -20,22 +21,22 @@ from harness.errors import (
     InputError,
     InvalidRunError,
     ParityError,
+    shown,
 )
-from harness.ports import Port, PortInventory
+from harness.ports import PortInventory
 
 __all__ = [
+    "ERRORS",
+    "Arriving",
     "Document",
     "MalformedError",
     "error_document",
-    "error_from",
+    "framed",
     "info_document",
-    "info_from",
     "ports_document",
-    "ports_from",
     "receive",
-    "send",
+    "shortened",
     "top_document",
-    "top_from",
 ]
 
 Document: TypeAlias = dict[str, Any]
@@ -44,87 +45,105 @@ _LENGTH = struct.Struct("<Q")
 _LONGEST = 1 << 28
 """More than any document is long: what claims to be longer is none."""
 
-_ERRORS: dict[str, type[EngineUnavailableError | InputError | InvalidRunError]] = {
+_PIECE = 1 << 16
+
+_LONGEST_TEXT = 4096
+_ROOM = 40
+"""Characters for what `shortened` says."""
+
+ERRORS: dict[str, type[EngineUnavailableError | InputError | InvalidRunError]] = {
     "unavailable": EngineUnavailableError,
     "input": InputError,
     "invalid-run": InvalidRunError,
 }
-
-FailureKind: TypeAlias = Literal["crashed", "timeout", "unsupported"]
+"""Errors of ours that are no failure of the engine, by their names in documents."""
 
 
 class MalformedError(ValueError):
-    """What came is no document, or not the one that was expected."""
+    """What came is no document, or not the one that was expected; the message says what it lacks."""
 
 
-def send(channel: socket.socket, document: Mapping[str, Any]) -> None:
-    """Write one document. Raises OSError as the socket does."""
-    body = json.dumps(document, separators=(",", ":")).encode()
-    channel.sendall(_LENGTH.pack(len(body)) + body)
+class Arriving:
+    """A document that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def read(self, channel: socket.socket) -> Document | None:
+        """Take one piece more, if there is one; the document once it is whole.
+
+        Raises:
+            MalformedError: it is no document.
+            EOFError: there is no more to come.
+            OSError: as the socket does.
+        """
+        try:
+            piece = channel.recv(_PIECE)
+        except BlockingIOError:
+            return None
+        if not piece:
+            raise EOFError
+        self._data += piece
+        if len(self._data) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._data)
+        if length > _LONGEST:
+            raise MalformedError(f"it says that it has {length} bytes")
+        missing = _LENGTH.size + length - len(self._data)
+        if missing < 0:
+            raise MalformedError("more follows where it should end")
+        return None if missing else _parsed(self._data[_LENGTH.size :])
+
+
+def framed(document: Mapping[str, Any]) -> bytes:
+    """A document as it goes through the channel. Numbers and arrays of numpy become those of Python.
+
+    Raises:
+        TypeError, ValueError, RecursionError: it holds what is no plain data.
+    """
+    body = json.dumps(document, separators=(",", ":"), default=_plain).encode()
+    return _LENGTH.pack(len(body)) + body
 
 
 def receive(channel: socket.socket) -> Document | None:
-    """Read one document; None at the end of the stream, also where it ends within a document.
+    """Wait for a document; None at the end of the stream, also where it ends within a document.
 
     Raises:
         MalformedError: it is no document.
         OSError: as the socket does.
     """
-    head = _exactly(channel, _LENGTH.size)
-    if head is None:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    if length > _LONGEST:
-        raise MalformedError(f"a document of {length} bytes")
-    body = _exactly(channel, length)
-    if body is None:
-        return None
+    arriving = Arriving()
     try:
-        document = json.loads(body)
-    except ValueError as error:
-        raise MalformedError(str(error)) from error
-    if not isinstance(document, dict):
-        raise MalformedError("a document that is no object")
+        while (document := arriving.read(channel)) is None:
+            pass
+    except EOFError:
+        return None
     return document
 
 
-def _exactly(channel: socket.socket, length: int) -> bytearray | None:
-    data = bytearray(length)
-    view, done = memoryview(data), 0
-    while done < length:
-        count = channel.recv_into(view[done:])
-        if not count:
-            return None
-        done += count
-    return data
+def shortened(text: str) -> str:
+    """A text, or its beginning with the number of characters that are left out."""
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    kept = _LONGEST_TEXT - _ROOM
+    return f"{text[:kept]}... ({len(text) - kept} more characters)"
 
 
 def error_document(error: ParityError) -> Document:
     """An error of ours as plain data."""
-    document: Document = {"message": error.message, "next": error.next_action}
+    document: Document = {
+        "message": shortened(str(error.message)),
+        "next": shortened(str(error.next_action)),
+    }
     if isinstance(error, EngineFailedError):
-        return document | {"kind": error.kind}
-    kinds = (kind for kind, family in _ERRORS.items() if isinstance(error, family))
+        return document | {"kind": error.kind if isinstance(error.kind, str) else _named(error.kind)}
+    kinds = (kind for kind, family in ERRORS.items() if isinstance(error, family))
     return document | {"class": next(kinds, "input")}
-
-
-def error_from(document: Mapping[str, Any]) -> ParityError:
-    """The error that `error_document` wrote, without details."""
-    message, next_action = str(document["message"]), str(document["next"])
-    if "class" in document:
-        return _ERRORS[document["class"]](message, next_action=next_action)
-    kind: FailureKind = document["kind"]
-    return EngineFailedError(message, next_action=next_action, kind=kind)
 
 
 def info_document(info: SessionInfo) -> Document:
     """What runs, as plain data."""
-    return asdict(info) | {"settings": dict(info.settings), "placement": _plain(info.placement)}
-
-
-def info_from(document: Mapping[str, Any]) -> SessionInfo:
-    """What `info_document` wrote."""
-    return SessionInfo(**document)
+    return asdict(info) | {"settings": dict(info.settings), "placement": _unwrapped(info.placement)}
 
 
 def ports_document(inventory: PortInventory) -> Document:
@@ -133,29 +152,42 @@ def ports_document(inventory: PortInventory) -> Document:
     return {side: [[port.name, port.dtype, port.shape] for port in ports] for side, ports in sides.items()}
 
 
-def ports_from(document: Mapping[str, Any]) -> PortInventory:
-    """What `ports_document` wrote."""
-    return PortInventory(*(tuple(_port(*port) for port in document[side]) for side in ("inputs", "outputs")))
-
-
 def top_document(top: TopLogits) -> list[Any]:
     """The largest logits of a position as plain data."""
     return [top.token_ids, top.values, top.has_nan]
 
 
-def top_from(document: list[Any]) -> TopLogits:
-    """What `top_document` wrote."""
-    ids, values, has_nan = document
-    return TopLogits(tuple(ids), tuple(values), has_nan)
+def _parsed(body: bytearray) -> Document:
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"it is no JSON that can be read: {error}") from error
+    if not isinstance(document, dict):
+        raise MalformedError(f"it is {shown(document)}, and must be an object")
+    return document
 
 
-def _port(name: str, dtype: str | None, shape: list[Any] | None) -> Port:
-    return Port(name, dtype, None if shape is None else tuple(shape))
+def _unwrapped(value: Any) -> Any:
+    """Mappings of any class as dictionaries."""
+    if isinstance(value, Mapping):
+        return {str(key): _unwrapped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_unwrapped(item) for item in value]
+    return value
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+    """What of numpy has a plain form."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray) and value.dtype.kind in "biuf":
+        return value.tolist()
+    raise TypeError(_named(value))
+
+
+def _named(value: Any) -> str:
+    """A value and its class, whatever its `repr` does."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    try:
+        return f"{shown(value)} of class {kind}"
+    except Exception:
+        return f"an object of class {kind}"

@@ -7,13 +7,14 @@ with the next one, and names of ports cross once, so that a step of decoding is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from harness.engines.base import SessionInfo, TensorHandle, TopLogits
-from harness.engines.isolated.arena import aligned
+from harness.engines.isolated.answers import Opened, check_copy, ran_in, tops_in
+from harness.engines.isolated.arena import Arena, aligned
 from harness.engines.isolated.process import Worker
-from harness.engines.isolated.protocol import Document, info_from, ports_from, top_from
+from harness.engines.isolated.protocol import Document
 from harness.engines.reduce import check_logits_shape
 from harness.engines.tensor_types import dtype_of_array, numpy_dtype
 from harness.ports import PortInventory
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["IsolatedHandle", "IsolatedSession"]
 
+
+_Answer = TypeVar("_Answer")
 
 _Reduction: TypeAlias = tuple[int, tuple[int, ...] | None]
 """How many of the largest logits, and at which positions."""
@@ -59,15 +62,11 @@ class IsolatedHandle:
 class IsolatedSession:
     """A `harness.engines.base.Session` whose graph is loaded in a worker process."""
 
-    def __init__(self, worker: Worker, opened: Mapping[str, Any]) -> None:
-        """Take over a worker that has answered `open`.
-
-        Raises:
-            KeyError, TypeError, ValueError: the answer is not what it must be.
-        """
+    def __init__(self, worker: Worker, opened: Opened) -> None:
+        """Take over a worker that has answered `open`."""
         self._worker: Worker | None = worker
-        self._info = info_from(opened["info"])
-        self._inventory = ports_from(opened["ports"])
+        self._info = opened.info
+        self._inventory = opened.inventory
         self._count = 0
         self._dropped: list[int] = []
         self._new: list[tuple[int, str, tuple[int, ...], int | None]] = []
@@ -88,10 +87,10 @@ class IsolatedSession:
 
     def place(self, array: NDArray[Any]) -> IsolatedHandle:
         """Copy a host array into shared memory, from where the worker takes it at the next call."""
-        arena = self._live().arena
-        offset, self._used = self._used, self._used + aligned(array.nbytes)
-        arena.grow(self._used)
+        offset, used = self._used, self._used + aligned(array.nbytes)
+        arena = self._arena(used, "placing a tensor")
         arena.write(offset, array)
+        self._used = used
         return self._fresh(dtype_of_array(array.dtype), array.shape, offset)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> IsolatedHandle:
@@ -104,25 +103,21 @@ class IsolatedSession:
         first, self._count = self._count, self._count + len(outputs)
         numbers = [cast("IsolatedHandle", handle).number for handle in feeds.values()]
         names = tuple(feeds), tuple(outputs)
-        question = {"ask": "run", "feeds": numbers, "first": first, "signature": self._signatures.get(names)}
+        signature = self._signatures.get(names)
+        question: Document = {"ask": "run", "feeds": numbers, "first": first, "signature": signature}
         if names not in self._signatures:
             question["names"] = names
             self._signatures[names] = question["signature"] = len(self._signatures)
         if self._expected is not None and self._expected[0] in names[1]:
             question["expected"] = self._expected
-        answer = self._ask("running", question)
+        ran = self._ask("running", question, lambda document: ran_in(document, outputs))
         self._last = dict(enumerate(outputs, first))
-        try:
-            kinds = [(dtype, tuple(shape)) for dtype, shape in answer["kinds"]]
-            made = {}
-            for number, (name, kind) in enumerate(zip(outputs, answer["outputs"], strict=True), first):
-                dtype, shape = kinds[kind]
-                made[name] = IsolatedHandle(number, dtype, shape, self._dropped)
-            if self._expected is not None and "tops" in answer:
-                output, reduction = self._expected
-                made[output].tops = reduction, [top_from(top) for top in answer["tops"]]
-        except (IndexError, KeyError, TypeError, ValueError):
-            self._live().malformed("running")
+        made: dict[str, IsolatedHandle] = {}
+        for number, (name, (dtype, shape)) in enumerate(zip(outputs, ran.kinds, strict=True), first):
+            made[name] = IsolatedHandle(number, dtype, shape, self._dropped)
+        if "expected" in question and ran.tops is not None:
+            output, reduction = question["expected"]
+            made[output].tops = reduction, ran.tops
         return dict(made)
 
     def top_logits(
@@ -138,24 +133,19 @@ class IsolatedSession:
         if handle.number in self._last:
             self._expected = self._last[handle.number], reduction
         question = {"ask": "top", "handle": handle.number, "reduction": reduction}
-        answer = self._ask("reducing logits", question)
-        try:
-            return [top_from(top) for top in answer["tops"]]
-        except (KeyError, TypeError, ValueError):
-            self._live().malformed("reducing logits")
+        return self._ask("reducing logits", question, tops_in)
 
     def copy_out(self, handle: TensorHandle) -> NDArray[np.generic]:
         """Copy a tensor to the host, through shared memory."""
         from math import prod
 
-        worker = self._live()
+        doing = "copying a tensor"
         number, dtype = cast("IsolatedHandle", handle).number, numpy_dtype(handle.dtype)
-        worker.arena.grow(max(self._used, prod(handle.shape) * dtype.itemsize))
-        answer = self._ask("copying a tensor", {"ask": "copy", "handle": number})
-        if (answer.get("dtype"), answer.get("shape")) != (handle.dtype, list(handle.shape)):
-            worker.malformed("copying a tensor")
-        array = worker.arena.read(0, handle.shape, dtype)
-        worker.arena.trim()
+        arena = self._arena(max(self._used, prod(handle.shape) * dtype.itemsize), doing)
+        kind = handle.dtype, handle.shape
+        self._ask(doing, {"ask": "copy", "handle": number}, lambda document: check_copy(document, kind))
+        array = arena.read(0, handle.shape, dtype)
+        arena.trim()
         return array
 
     def close(self) -> None:
@@ -169,7 +159,16 @@ class IsolatedSession:
         self._new.append((number, dtype, shape, offset))
         return IsolatedHandle(number, dtype, shape, self._dropped)
 
-    def _ask(self, doing: str, question: Document) -> Document:
+    def _arena(self, size: int, doing: str) -> Arena:
+        """Shared memory with room for `size` bytes."""
+        worker = self._live()
+        try:
+            worker.arena.grow(size)
+        except (OSError, OverflowError, ValueError) as error:  # as much as an engine may claim to hold
+            worker.no_room(doing, error)
+        return worker.arena
+
+    def _ask(self, doing: str, question: Document, read: Callable[[Document], _Answer]) -> _Answer:
         """Ask the worker, with all that has gathered since the last call."""
         worker = self._live()
         # Handles of tensors that the worker never heard of may be among the dropped ones.
@@ -177,7 +176,7 @@ class IsolatedSession:
         del self._dropped[: len(dropped)]
         question |= {"arena": worker.arena.size, "new": self._new, "drop": dropped}
         self._new, self._used = [], 0
-        return worker.ask(doing, question)
+        return worker.ask(doing, question, read)
 
     def _live(self) -> Worker:
         if self._worker is None:

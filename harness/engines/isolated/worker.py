@@ -1,7 +1,8 @@
 """The worker process: one engine, one session, and answers to what the parent asks of it.
 
 Standard output and error are the parent's to read as noise; answers take a channel of their own. Errors of
-ours go back as they are, any other is a crash that the traceback on standard error explains.
+ours go back as they are, any other is a crash that the traceback on standard error explains. Whether an
+answer holds what it must is for the parent to see.
 """
 
 from __future__ import annotations
@@ -20,50 +21,62 @@ from typing import Any
 
 from harness.engines.base import Engine, Session, TensorHandle
 from harness.engines.isolated.arena import Arena
+from harness.engines.isolated.keeper import become_kept
 from harness.engines.isolated.protocol import (
     Document,
     error_document,
+    framed,
     info_document,
     ports_document,
     receive,
-    send,
     top_document,
 )
-from harness.engines.tensor_types import numpy_dtype
+from harness.engines.tensor_types import dtype_of_array, numpy_dtype
 from harness.errors import EngineFailedError, ParityError
 
 __all__ = ["main"]
+
+_LONGEST_TRACEBACK = 4000
+"""Characters; the parent keeps little more."""
 
 
 def main() -> None:
     """Serve the parent until it has no more questions, or is no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel, life, arena = map(int, sys.argv[1:])
+    become_kept(life, (channel, arena))
     _live_by(life)
     _be_first_out_of_memory()
     faulthandler.enable(all_threads=False)
     status = 0
     try:
         _serve(socket.socket(fileno=channel), _Worker(Arena(arena, os.fstat(arena).st_size)))
-    except Exception:  # the channel is broken, so the parent hears it from the exit code
-        traceback.print_exc()
+    except Exception as error:  # the channel is broken, so the parent hears it from the exit code
+        _complain(error)
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # an engine may have closed it, or put another there
+            stream.flush()
     os._exit(status)  # what libraries do when a process ends in good order is nobody's finding
 
 
 def _serve(channel: socket.socket, worker: _Worker) -> None:
     while (question := receive(channel)) is not None:
-        try:
-            answer = worker.answer(question)
-        except ParityError as error:
-            answer = {"error": error_document(error)}
-        except Exception as error:  # an engine may raise whatever it likes
-            traceback.print_exc()
-            answer = {"error": error_document(worker.meaning(error))}
-        send(channel, answer)
+        channel.sendall(_answer(worker, question))
     worker.close()
+
+
+def _answer(worker: _Worker, question: Document) -> bytes:
+    """The answer to a question, whatever the engine raises or gives."""
+    call = {"call": question["call"]}
+    try:
+        answer = worker.answer(question)
+    except Exception as error:
+        return framed({"error": worker.error(error), **call})
+    try:
+        return framed({**answer, **call})
+    except (TypeError, ValueError, RecursionError) as error:
+        return framed({"error": error_document(worker.unfit(error)), **call})
 
 
 class _Worker:
@@ -91,13 +104,26 @@ class _Worker:
             self._handles[number] = self._new(dtype, shape, offset)
         return self._answers[question["ask"]](question)
 
-    def meaning(self, error: Exception) -> EngineFailedError:
-        """The failure that an exception from within the engine is."""
-        text = " ".join(str(error).split())
+    def error(self, error: Exception) -> Document:
+        """What an exception from within the engine means: one of ours is itself, any other is a crash."""
+        if isinstance(error, ParityError):
+            with contextlib.suppress(Exception):  # a class of the engine's own, perhaps
+                return error_document(error)
+        _complain(error)
+        return error_document(
+            EngineFailedError(
+                f"{self._name} raised {_in_words(error)}",
+                kind="crashed",
+                next_action="Report it to the engine; the report has the traceback.",
+            )
+        )
+
+    def unfit(self, error: Exception) -> EngineFailedError:
+        """The failure to give what can be told to another process."""
         return EngineFailedError(
-            f"{self._name} raised {type(error).__name__}{': ' if text else ''}{text}",
+            f"{self._name} gave what must be numbers, texts or lists of them, and is not: {error}.",
             kind="crashed",
-            next_action="Report it to the engine; the report has the traceback.",
+            next_action="Mend the engine; harness/engines/base.py has the types.",
         )
 
     def close(self) -> None:
@@ -130,7 +156,7 @@ class _Worker:
         made = [results[name] for name in outputs]
         self._handles.update(enumerate(made, question["first"]))
         kinds: dict[tuple[str, tuple[int, ...]], int] = {}
-        of = [kinds.setdefault((handle.dtype, handle.shape), len(kinds)) for handle in made]
+        of = [kinds.setdefault((handle.dtype, tuple(handle.shape)), len(kinds)) for handle in made]
         answer: Document = {"outputs": of, "kinds": list(kinds)}
         if "expected" in question:
             # Nobody has asked yet: should it fail, it fails when somebody does.
@@ -151,7 +177,7 @@ class _Worker:
         if array.nbytes > self._arena.size:
             raise ValueError(f"a tensor said that it holds fewer than its {array.nbytes} bytes")
         self._arena.write(0, array)
-        return {"shape": array.shape, "dtype": self._handles[question["handle"]].dtype}
+        return {"shape": array.shape, "dtype": dtype_of_array(array.dtype)}
 
     @property
     def _live(self) -> Session:
@@ -168,6 +194,24 @@ def _load(reference: str) -> Engine:
     if not isinstance(engine, Engine):
         raise TypeError(f"{reference} is no engine")
     return engine
+
+
+def _in_words(error: Exception) -> str:
+    """Class and text of an exception in one line, whatever its `str` does."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "it has no text, as its str raises"
+    return f"{type(error).__name__}{': ' if text else ''}{text}"
+
+
+def _complain(error: Exception) -> None:
+    """Write the traceback of an error to standard error, whatever an engine has made of `sys.stderr`."""
+    with contextlib.suppress(Exception):
+        text = "".join(traceback.format_exception(error))
+        if len(text) > _LONGEST_TRACEBACK:  # a long message, which the answer has, would leave no room
+            text = f"{''.join(traceback.format_tb(error.__traceback__))}{type(error).__name__}\n"
+        os.write(2, text[-_LONGEST_TRACEBACK:].encode(errors="replace"))
 
 
 def _live_by(life: int) -> None:
