@@ -19,17 +19,10 @@ from harness.cli.options import (
     limit_options,
     oracle_options,
 )
-from harness.cli.output import (
-    json_option,
-    print_json_line,
-    print_line,
-    report_error,
-    report_warning,
-    reporting,
-)
+from harness.cli.output import json_option, print_json_line, report_error, reporting
 from harness.cli.preparing import check_fit, check_target, failure_fields, open_model, usable_engine
 from harness.cli.process import deferred_interrupts
-from harness.cli.prompting import encode_prompts
+from harness.cli.prompting import check_texts, encode_prompts
 from harness.cli.running import EndError, import_what_runs, run_into
 from harness.errors import EngineFailedError, InputError, ParityError
 
@@ -163,7 +156,7 @@ def record(
     if as_json:
         print_json_line(found)
     elif end.exit_code == 0:
-        print_line(f"golden  {path}  {len(plan.prompts)} prompts of {model.name}, sha256 {model.sha256[:12]}")
+        click.echo(f"golden  {path}  {len(plan.prompts)} prompts of {model.name}, sha256 {model.sha256[:12]}")
     return end.exit_code
 
 
@@ -206,9 +199,8 @@ def check(
     golden = read_golden(path)
     model = open_model(package, ignore_declared=ignore_declared, inputs=inputs)
     golden.require_same_model(model.sha256, package=package)
-    warnings = _check_texts(golden, model, path)
-    for warning in warnings:
-        report_warning(warning)
+    texts = [(each.text, each.prompt_ids) for each in golden.prompts]
+    warnings = check_texts(texts, model.package, model.decoder.conditioning, of=f"{path}: the golden")
     prompts = _prompts(golden, model, path)
     candidate_side = _candidate(golden, model, usable_engine(spec), limits)
     try:
@@ -284,45 +276,6 @@ def _golden(report: Mapping[str, Any], model: Model, prompts: Sequence[Prompt]) 
             for each, prompt in zip(report["prompts"], prompts, strict=True)
         ),
     )
-
-
-def _check_texts(golden: Golden, model: Model, path: Path) -> list[str]:
-    """See that each text is the one of its token IDs; returns what is to be said where that cannot be seen.
-
-    A text was encoded by itself, or came out of a chat template with its special tokens, and may stand
-    behind the prefix of its decoder.
-
-    Raises:
-        InputError: a text and its IDs contradict each other.
-    """
-    from harness.decode.prompts import encode_prompt
-
-    prefix = tuple(model.decoder.conditioning.prefix)
-    unchecked: dict[str, list[int]] = {}
-    for number, each in enumerate(golden.prompts, 1):
-        if each.text is None or each.prompt_ids is None:
-            continue
-        try:
-            if model.package.tokenizer is None:
-                raise InputError(f"{model.asked} has no tokenizer.json", next_action="")
-            found = {
-                encode_prompt(model.package.folder, each.text, special_tokens=special)
-                for special in (True, False)
-            }
-        except InputError as error:
-            unchecked.setdefault(error.message.rstrip("."), []).append(number)
-            continue
-        if each.prompt_ids not in {ids for bare in found for ids in (bare, (*prefix, *bare))}:
-            raise InputError(
-                f"{path}: the golden contradicts itself: the text of prompt {number} ({each.text!r:.60}) "
-                f"does not encode to its prompt_ids by the tokenizer of {model.asked}.",
-                next_action="Correct the one that is wrong, or record the golden anew.",
-            )
-    return [
-        f"{path}: the text of prompt {', '.join(map(str, numbers))} was not checked against its prompt_ids, "
-        f"which were decoded: {reason}."
-        for reason, numbers in unchecked.items()
-    ]
 
 
 def _prompts(golden: Golden, model: Model, path: Path) -> tuple[Prompt, ...]:
@@ -434,17 +387,17 @@ def _facts(path: Path, golden: Golden) -> dict[str, Any]:
 
 def _show(document: Mapping[str, Any], token_text: Callable[[int], str] | None) -> None:
     golden, model = document["golden"], document["model"]
-    print_line(f"golden  {golden['path']}  of {golden['model']['name']}")
-    print_line(f"model   {model['path']}  sha256 {model['sha256'][:12]}")
+    click.echo(f"golden  {golden['path']}  of {golden['model']['name']}")
+    click.echo(f"model   {model['path']}  sha256 {model['sha256'][:12]}")
     for number, prompt in enumerate(document["prompts"], 1):
         expected, found, first = prompt["expected_ids"], prompt["token_ids"], prompt["first_difference"]
         if first is None:
-            print_line(f"prompt {number}: {len(expected)} of {len(expected)} tokens as expected")
+            click.echo(f"prompt {number}: {len(expected)} of {len(expected)} tokens as expected")
         else:
             wanted = _token(expected[first], token_text)
             given = _token(found[first], token_text) if first < len(found) else "nothing"
-            print_line(f"prompt {number}: expected {wanted} at generated token {first}, and found {given}")
-    print_line(f"outcome: {document['outcome']}")
+            click.echo(f"prompt {number}: expected {wanted} at generated token {first}, and found {given}")
+    click.echo(f"outcome: {document['outcome']}")
 
 
 def _token(token: int, token_text: Callable[[int], str] | None) -> str:

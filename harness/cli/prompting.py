@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.cli.output import report_warning
 from harness.decode.chat import render_chats
 from harness.decode.prompt_set import Conversation, read_prompts
 from harness.decode.prompts import check_prompt_ids, encode_prompt
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from harness.package import Package
     from harness.parity.check import Prompt
 
-__all__ = ["PromptOptions", "encode_prompts", "requested_prompts"]
+__all__ = ["PromptOptions", "check_texts", "encode_prompts", "requested_prompts"]
 
 _DEFAULT_PROMPT = "The capital of France is"
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
@@ -130,6 +131,57 @@ def encode_prompts(
             whole = ids if text is None else (*prefix, *ids)
             prompts.append(Prompt(check_prompt_ids(whole, vocabulary), text, extra=conditioning.feeds))
     return tuple(prompts)
+
+
+def check_texts(
+    prompts: Iterable[tuple[str | None, tuple[int, ...] | None]],
+    package: Package,
+    conditioning: Conditioning,
+    *,
+    of: str,
+) -> list[str]:
+    """See that each text of a file is the one of the token IDs beside it.
+
+    A text was encoded by itself, or came out of a chat template with its special tokens, and may stand
+    behind the prefix of its decoder. Where that cannot be seen it is said on standard error.
+
+    Args:
+        prompts: text and IDs of each; nothing is to be seen where one of them is None.
+        package: brings the tokenizer.
+        conditioning: has the prefix.
+        of: names the file, in front of "contradicts itself".
+
+    Returns:
+        What was said, for a report.
+
+    Raises:
+        InputError: a text and its IDs contradict each other.
+    """
+    unchecked: dict[str, list[str]] = {}
+    for number, (text, ids) in enumerate(prompts, 1):
+        if text is None or ids is None:
+            continue
+        try:
+            if package.tokenizer is None:
+                raise InputError(f"{package.folder} has no tokenizer.json.", next_action="")
+            found = {encode_prompt(package.folder, text, special_tokens=special) for special in (True, False)}
+        except InputError as error:
+            unchecked.setdefault(error.message.rstrip("."), []).append(str(number))
+            continue
+        if ids not in {whole for bare in found for whole in (bare, (*conditioning.prefix, *bare))}:
+            raise InputError(
+                f"{of} contradicts itself: the text of prompt {number} ({text!r:.60}) does not encode to its "
+                f"prompt_ids by the tokenizer of {package.folder}.",
+                next_action="Correct the one that is wrong, or record it anew.",
+            )
+    said = [
+        f"{of} has a text of prompt {', '.join(numbers)} that was not checked against its prompt_ids, which "
+        f"count: {reason}."
+        for reason, numbers in unchecked.items()
+    ]
+    for warning in said:
+        report_warning(warning)
+    return said
 
 
 def _templated(

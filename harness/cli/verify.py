@@ -13,6 +13,7 @@ from harness.cli.options import OracleChoice, oracle_options, report_option
 from harness.cli.output import json_option, reporting
 from harness.cli.preparing import Model, check_fit, check_independent, open_model, usable_engine
 from harness.cli.process import deferred_interrupts
+from harness.cli.prompting import check_texts
 from harness.cli.running import failure_document, import_what_runs, run_and_report
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def _plan(recording: Recording, model: Model, oracle: OracleChoice) -> CheckPlan
     )
     require_complete(recording, top_k=TOP_K, vocabulary=vocabulary_size(decoder.inventory, decoder.topology))
     prompts = tuple(each.prompt for each in recording.prompts)
+    texts = [(each.text, each.source_ids or each.token_ids) for each in prompts]
+    check_texts(texts, model.package, decoder.conditioning, of="The trace")
     check_fit(decoder, prompts, recording.max_new_tokens)
     trusted, engine = usable_engine(oracle.spec), recording.engine
     check_independent(engine.name, engine.options, trusted, next_action="Name another oracle with --oracle.")

@@ -15,6 +15,7 @@ import pytest
 from fixtures.decoders import TinyDecoder
 from fixtures.seq2seq import TinySeq2Seq
 from fixtures.smollm2 import fetched_smollm2_path
+from fixtures.tokenizers import word_tokenizer
 from harness.cli.app import run
 from harness.errors import InputError
 from harness.package import model_sha256
@@ -210,24 +211,6 @@ def test_an_encoder_must_be_given_what_it_was_given(
     assert "other inputs of the encoder" in document["error"]["message"]
 
 
-def add_tokenizer(folder: Path, *, adds: bool = False) -> None:
-    """A tokenizer of ten words, w0 to w9; it may put w9 in front of every text."""
-    vocabulary = {f"w{i}": i for i in range(10)}
-    tokenizer: dict[str, Any] = {
-        "version": "1.0",
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
-        "pre_tokenizer": {"type": "Whitespace"},
-    }
-    if adds:
-        tokenizer["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "w9", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [],
-            "special_tokens": {"w9": {"id": "w9", "ids": [9], "tokens": ["w9"]}},
-        }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-
-
 @pytest.mark.parametrize("adds", [False, True], ids=["bare", "with a special token"])
 @pytest.mark.parametrize(
     ("text", "ids", "well"),
@@ -243,7 +226,7 @@ def test_a_text_and_its_ids_are_of_one_another(
     package: Path, capsys: Capsys, adds: bool, text: str, ids: list[int], well: bool | None
 ) -> None:
     """By the tokenizer of the package, with its special tokens or, as behind a chat template, without."""
-    add_tokenizer(package, adds=adds)
+    word_tokenizer(package, adds=adds)
     recorded(capsys, package, "--max-new-tokens", "3", "--prompt-ids", ",".join(map(str, ids)))
     (prompt,) = json.loads(Path("g.json").read_text(encoding="utf-8"))["prompts"]
     change(prompts=[prompt | {"text": text}])
@@ -261,7 +244,7 @@ def test_a_text_and_its_ids_are_of_one_another(
 @pytest.mark.parametrize("adds", [False, True], ids=["bare", "with a special token"])
 def test_what_is_recorded_of_a_text_is_of_one_another(package: Path, capsys: Capsys, adds: bool) -> None:
     """A golden of our own, by text, is never refused."""
-    add_tokenizer(package, adds=adds)
+    word_tokenizer(package, adds=adds)
     golden = recorded(capsys, package, "--max-new-tokens", "3", "--prompt", "w1 w2")
     assert golden["prompts"][0]["prompt_ids"] == [9, 1, 2][not adds :]
     status, document, _ = ask(capsys, "check", "g.json", str(package), "--candidate", "ort-cpu")
@@ -278,9 +261,9 @@ def test_a_text_that_cannot_be_checked_is_said_so(package: Path, capsys: Capsys,
     status, document, err = ask(capsys, "check", "g.json", str(package), "--candidate", "ort-cpu")
     assert (status, document["outcome"]) == (0, "identical")
     (warning,) = document["warnings"]
-    assert "the text of prompt 2 was not checked against its prompt_ids" in warning
+    assert "has a text of prompt 2 that was not checked against its prompt_ids" in warning
     assert "tokenizer.json" in warning
-    assert "warning: g.json: the text of prompt 2 was not checked" in err
+    assert "warning: g.json: the golden has a text of prompt 2 that was not checked" in err
 
 
 def set_prompt(**fields: Any) -> Any:

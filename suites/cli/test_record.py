@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from fixtures.decoders import TinyDecoder
 from fixtures.misbehaving import ENGINE as MISBEHAVING
 from fixtures.seq2seq import TinySeq2Seq
 from fixtures.smollm2 import fetched_smollm2_path
+from fixtures.tokenizers import word_tokenizer
 from harness.cli.app import run
+from harness.parity.trace_reading import read_trace
+from harness.parity.trace_writing import write_trace
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {
@@ -259,6 +263,30 @@ def test_what_is_warned_of_stands_in_the_report(package: Path, capsys: Capsys) -
     (package / "inference_metadata.yaml").unlink()
     (package / "config.json").unlink()
     assert ask(capsys, "check", str(package), "--candidate", "ort-cpu", *IDS)[1]["warnings"] == []
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["bare", "with a special token"])
+def test_a_text_and_its_ids_are_of_one_another(package: Path, capsys: Capsys, adds: bool) -> None:
+    """A report shows the text, and the IDs were decoded; without a tokenizer that works it is said."""
+    word_tokenizer(package, adds=adds)
+    ask(capsys, "record", str(package), "--engine", "ort-cpu", "-o", "x.trace", "--prompt", "w1 w2")
+    assert ask(capsys, "verify", "x.trace", str(package))[0] == 0
+    recording = read_trace(Path("x.trace"))
+    (each,) = recording.prompts
+    other = replace(each, prompt=replace(each.prompt, text="w1 w3"))
+    write_trace(Path("x.trace"), replace(recording, prompts=(other,)))
+    status, document, _ = ask(capsys, "verify", "x.trace", str(package))
+    assert (status, document["verdict"]) == (2, None)
+    assert "the text of prompt 1 ('w1 w3') does not encode to its prompt_ids" in document["error"]["message"]
+    for content in (None, "{}"):
+        (package / "tokenizer.json").unlink()
+        if content is not None:
+            (package / "tokenizer.json").write_text(content, encoding="utf-8")
+        status, document, _ = ask(capsys, "verify", "x.trace", str(package))
+        assert (status, document["verdict"]) == (0, "identical")
+        (warning,) = document["warnings"]
+        assert "has a text of prompt 1 that was not checked" in warning
+        (package / "tokenizer.json").touch()
 
 
 @pytest.mark.parametrize(
