@@ -1,8 +1,8 @@
 """Eleven engines at their worst in one run of pytest, as somebody's own tests would meet them.
 
 Each has the verdict and the exit code of what it does, none takes the run down or another along, and nothing
-of them is left: no process, not even a daemon, no file, no shared memory, also where the run itself is killed.
-Nine are checked; the two that break a relation between decodes are `conform`'s to find, in a test of the same run.
+of them is left: no process, not even a daemon, no file, no shared memory, also where the run is killed. Nine
+are checked; the two that break a relation between decodes are `conform`'s to find, in a test of the same run.
 """
 
 from __future__ import annotations

@@ -147,16 +147,10 @@ def test_a_wrong_value_anywhere_is_named_or_means_something_else(name: str, data
 
 
 def _check_types(name: str, read: Any) -> None:
-    if name in ("top", "run") and (tops := read if name == "top" else read.tops) is not None:
-        for top in tops:
-            assert all(type(token) is int for token in top.token_ids)
-            assert all(type(value) is float for value in top.values)
-            assert type(top.has_nan) is bool
-            assert len(top.token_ids) == len(top.values)
     if name == "run":
         assert all(type(extent) is int and extent >= 0 for _, shape in read.kinds for extent in shape)
     if name == "open":
-        json.dumps(info_document(read.info), allow_nan=False)
+        json.dumps(read.info.placement, allow_nan=False)
 
 
 @pytest.mark.parametrize("name", READERS)

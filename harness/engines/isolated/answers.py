@@ -1,7 +1,8 @@
-"""What a worker answered, looked at once and here: an engine may have written anything into the channel.
+"""What a worker answered, looked at where it is read: an engine may have written anything into the channel.
 
 Each function takes a document and gives what it says, or raises `MalformedError` with the field, its value
-and what it must be.
+and what it must be. What is said of a session and of logits is for `harness.engines.answers` to judge, as it
+is of engines in this process.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def ran_in(document: Document, outputs: Sequence[str]) -> Ran:
 
 
 def tops_in(document: Document) -> list[TopLogits]:
-    """Read the answer to `top`. What the numbers mean is for others to judge."""
+    """Read the answer to `top`."""
     return [_top(top) for top in _list(document, "tops")]
 
 
@@ -96,23 +97,13 @@ def error_in(document: Document) -> ParityError | None:
 
 
 def _info(document: Document) -> SessionInfo:
-    engine, version = _text(document, "engine"), _text(document, "version")
-    settings = _object(document, "settings")
-    for name, value in settings.items():
-        _must(
-            isinstance(value, bool | int | str),
-            f"setting {shown(name)}",
-            value,
-            "true, false, an integer or a text",
-        )
-    placement = _field(document, "placement")
-    _must(placement is None or isinstance(placement, dict), "`placement`", placement, "an object or nothing")
-    mode = _field(document, "mode")
-    _must(mode in ("eager", "captured", None), "`mode`", mode, "eager, captured or nothing")
+    engine, version, mode = (_field(document, name) for name in ("engine", "version", "mode"))
+    settings, placement = _object(document, "settings"), _field(document, "placement")
     try:
-        length = len(json.dumps(document, allow_nan=False))
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"`info` is no JSON: {error}") from error
+        json.dumps(placement, allow_nan=False)
+    except ValueError as error:
+        raise MalformedError(f"`placement` is no JSON: {error}") from error
+    length = len(json.dumps(document))
     if length > _LONGEST_INFO:
         raise MalformedError(f"`info` has {length} characters, and may have {_LONGEST_INFO}")
     return SessionInfo(engine, version, settings, placement, mode)
@@ -156,16 +147,10 @@ def _kind(kind: Any, of: str) -> Kind:
 
 
 def _top(top: Any) -> TopLogits:
-    _must(isinstance(top, list) and len(top) == 3, "an entry of `tops`", top, "IDs, values and a flag")
+    fits = isinstance(top, list) and len(top) == 3 and all(isinstance(part, list) for part in top[:2])
+    _must(fits, "an entry of `tops`", top, "token IDs, values and a flag")
     ids, values, has_nan = top
-    _must(isinstance(ids, list) and all(map(_is_int, ids)), "token IDs of `tops`", ids, "integers")
-    fits = isinstance(values, list) and all(_is_int(value) or isinstance(value, float) for value in values)
-    _must(fits and len(values) == len(ids), "values of `tops`", values, "a number for each token ID")
-    _must(isinstance(has_nan, bool), "the flag of `tops`", has_nan, "true or false")
-    try:
-        return TopLogits(tuple(ids), tuple(map(float, values)), has_nan)
-    except OverflowError:
-        raise MalformedError(_misfit("values of `tops`", values, "numbers that a float can hold")) from None
+    return TopLogits(tuple(ids), tuple(values), has_nan)
 
 
 def _field(document: Document, name: str) -> Any:
