@@ -68,6 +68,29 @@ def test_the_header_says_what_can_be_used(project: pytest.Pytester, run: Run) ->
     )
 
 
+@pytest.mark.parametrize("gives", ["right", "nan", "empty"])
+def test_what_an_engine_says_is_not_obeyed(gives: str, project: pytest.Pytester, run: Run) -> None:
+    """Header, table and the message of a test that fails: no control characters, and no row in two lines."""
+    installed = project.mkdir("answering-1.0.dist-info")
+    metadata = "Metadata-Version: 2.1\nName: answering\nVersion: 1.0\n"
+    (installed / "METADATA").write_text(metadata, encoding="utf-8")
+    entry = "[onnx_parity.engines]\nanswering = fixtures.answering:ENGINE\n"
+    (installed / "entry_points.txt").write_text(entry, encoding="utf-8")
+    engine = f"answering:says=terminal,gives={gives}"
+    project.makepyfile(f"def test_it(parity): parity.check('models/one', candidate={engine!r}, {CHECK})")
+    ended = run("--junitxml=junit.xml")
+    ended.assert_outcomes(passed=gives == "right", failed=gives != "right")
+    text = "\n".join(ended.outlines)
+    assert text.count("owned") >= 2
+    assert [line for line in ended.outlines if not line.isprintable()] == []
+    (row,) = [
+        line for line in ended.outlines if line.endswith("::test_it") and ("1/1" in line or "0/1" in line)
+    ]
+    assert "models/one" in row
+    assert "owned" in row or gives == "empty"
+    assert "test_it" in properties(project.path / "junit.xml")
+
+
 def test_a_package_and_an_engine_at_a_time(project: pytest.Pytester, run: Run) -> None:
     """A test for each package of the folder and each installed engine; one not usable is skipped by name."""
     project.makepyfile(
