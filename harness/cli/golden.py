@@ -19,7 +19,13 @@ from harness.cli.options import (
     limit_options,
     oracle_options,
 )
-from harness.cli.output import json_option, print_json_line, report_error, reporting
+from harness.cli.output import (
+    json_option,
+    print_json_line,
+    print_line,
+    report_error,
+    reporting,
+)
 from harness.cli.preparing import check_fit, check_target, failure_fields, open_model, usable_engine
 from harness.cli.process import deferred_interrupts
 from harness.cli.prompting import check_texts, encode_prompts
@@ -156,7 +162,7 @@ def record(
     if as_json:
         print_json_line(found)
     elif end.exit_code == 0:
-        click.echo(f"golden  {path}  {len(plan.prompts)} prompts of {model.name}, sha256 {model.sha256[:12]}")
+        print_line(f"golden  {path}  {len(plan.prompts)} prompts of {model.name}, sha256 {model.sha256[:12]}")
     return end.exit_code
 
 
@@ -387,17 +393,17 @@ def _facts(path: Path, golden: Golden) -> dict[str, Any]:
 
 def _show(document: Mapping[str, Any], token_text: Callable[[int], str] | None) -> None:
     golden, model = document["golden"], document["model"]
-    click.echo(f"golden  {golden['path']}  of {golden['model']['name']}")
-    click.echo(f"model   {model['path']}  sha256 {model['sha256'][:12]}")
+    print_line(f"golden  {golden['path']}  of {golden['model']['name']}")
+    print_line(f"model   {model['path']}  sha256 {model['sha256'][:12]}")
     for number, prompt in enumerate(document["prompts"], 1):
         expected, found, first = prompt["expected_ids"], prompt["token_ids"], prompt["first_difference"]
         if first is None:
-            click.echo(f"prompt {number}: {len(expected)} of {len(expected)} tokens as expected")
+            print_line(f"prompt {number}: {len(expected)} of {len(expected)} tokens as expected")
         else:
             wanted = _token(expected[first], token_text)
             given = _token(found[first], token_text) if first < len(found) else "nothing"
-            click.echo(f"prompt {number}: expected {wanted} at generated token {first}, and found {given}")
-    click.echo(f"outcome: {document['outcome']}")
+            print_line(f"prompt {number}: expected {wanted} at generated token {first}, and found {given}")
+    print_line(f"outcome: {document['outcome']}")
 
 
 def _token(token: int, token_text: Callable[[int], str] | None) -> str:
