@@ -29,7 +29,7 @@ from harness.cli.output import (
 from harness.cli.preparing import check_fit, check_target, failure_fields, open_model, usable_engine
 from harness.cli.process import deferred_interrupts
 from harness.cli.prompting import check_texts, encode_prompts
-from harness.cli.running import EndError, import_what_runs, run_into
+from harness.cli.running import EndError, engines_at_work, import_what_runs, run_into
 from harness.errors import EngineFailedError, InputError, ParityError
 
 if TYPE_CHECKING:
@@ -209,14 +209,15 @@ def check(
     warnings = check_texts(texts, model.package, model.decoder.conditioning, of=f"{path}: the golden")
     prompts = _prompts(golden, model, path)
     candidate_side = _candidate(golden, model, usable_engine(spec), limits)
-    try:
-        info = _session_of(candidate_side, strict_placement=strict_placement)
-        results = []
-        for prompt, each in zip(prompts, golden.prompts, strict=True):
-            results.append(compare_with_golden(candidate_side, prompt, each.token_ids))
-            _require_drivable(model, prompt, results[-1])
-    finally:
-        candidate_side.close()
+    with engines_at_work():
+        try:
+            info = _session_of(candidate_side, strict_placement=strict_placement)
+            results = []
+            for prompt, each in zip(prompts, golden.prompts, strict=True):
+                results.append(compare_with_golden(candidate_side, prompt, each.token_ids))
+                _require_drivable(model, prompt, results[-1])
+        finally:
+            candidate_side.close()
     verdict = worst_verdict(each.verdict for each in results)
     if golden.advisory and verdict in (Verdict.IDENTICAL, Verdict.DIVERGENT):
         verdict = Verdict.INCONCLUSIVE

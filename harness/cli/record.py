@@ -19,6 +19,7 @@ from harness.cli.preparing import (
     usable_engine,
 )
 from harness.cli.process import deferred_interrupts
+from harness.cli.running import engines_at_work
 from harness.errors import ParityError
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def command(
             err=True,
         )
 
-    recording = record(plan, on_decode=tell)
+    with engines_at_work():
+        recording = record(plan, on_decode=tell)
     write_trace(trace, recording)
     failure = refusal_in(plan, recording) or _failure(recording)
     document = _document(recording, trace, model, failure)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EndError",
     "default_report_dir",
+    "engines_at_work",
     "failed_end",
     "failure_document",
     "import_what_runs",
@@ -123,6 +125,27 @@ def run_and_report(
     return end.exit_code
 
 
+@contextmanager
+def engines_at_work() -> Iterator[None]:
+    """Whatever an engine in this process prints goes to standard error, where no document stands.
+
+    Raises:
+        EngineFailedError: one tried to end the process, with whatever status.
+    """
+    from harness.engines.plugins import raised
+    from harness.engines.streams import reserved_stdout
+
+    with reserved_stdout():
+        try:
+            yield
+        except SystemExit as error:
+            raise EngineFailedError(
+                f"An engine in the command's own process asked it to exit ({raised(error)}).",
+                kind="crashed",
+                next_action="Leave --in-process out, or report it to the engine.",
+            ) from error
+
+
 def run_into(run: Callable[[Sink], E], *sinks: Sink, progress: Progress) -> E:
     """Run with each event going to all sinks, and say on standard error what went wrong.
 
@@ -144,18 +167,9 @@ def run_into(run: Callable[[Sink], E], *sinks: Sink, progress: Progress) -> E:
             sink(event)
         progress(event)
 
-    from harness.engines.plugins import raised
-    from harness.engines.streams import reserved_stdout
-
-    with reserved_stdout():
+    with engines_at_work():
         try:
             end = run(emit)
-        except SystemExit as error:
-            raise EngineFailedError(
-                f"An engine in the command's own process asked it to exit ({raised(error)}).",
-                kind="crashed",
-                next_action="Leave --in-process out, or report it to the engine.",
-            ) from error
         finally:
             progress.close()
     if end.error is not None:

@@ -106,15 +106,50 @@ def test_what_an_engine_prints_leaves_the_document_alone(
         assert "written" in err
 
 
-def test_an_engine_that_ends_the_command_has_crashed(
-    package: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """In the command's own process an exit with status 0 would pass for one that found nothing."""
-    ids = ",".join(map(str, PROMPT))
-    asked = ["--candidate", "answering:does=exit", "--prompt-ids", ids, "--in-process", "--json"]
+COMMANDS = {
+    "check": "check model.onnx --candidate ENGINE ASKED",
+    "conform": "conform model.onnx --engine ENGINE --relation run-to-run ASKED",
+    "record": "record model.onnx -o a.trace --engine ENGINE ASKED",
+    "golden record": "golden record model.onnx -o b.json --candidate ENGINE ASKED",
+    "golden check": "golden check a.json model.onnx --candidate ENGINE",
+}
+commands = pytest.mark.parametrize("command", COMMANDS)
 
-    status = run(["check", str(package), *asked])
+
+def ask(command: str, engine: str) -> int:
+    """The exit status of a command with an engine in its own process."""
+    ids = ",".join(map(str, PROMPT))
+    if command == "golden check":
+        asked = (
+            f"golden record model.onnx -o a.json --candidate ort-cpu --prompt-ids {ids} --max-new-tokens 2"
+        )
+        assert run(asked.split()) == 0
+    words = COMMANDS[command].replace("ENGINE", engine)
+    words = words.replace("ASKED", f"--prompt-ids {ids} --max-new-tokens 2")
+    return run([*words.split(), "--in-process", "--json"])
+
+
+@commands
+@pytest.mark.usefixtures("package")
+def test_standard_output_is_the_documents_in_every_command(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where the engine runs in the command's own process and prints."""
+    status = ask(command, "answering:does=print")
 
     out, err = capfd.readouterr()
-    assert status == json.loads(out)["exit_code"] == 4
+    assert status == json.loads(out.splitlines()[-1])["exit_code"] == 0
+    assert "printed" not in out
+    assert "written" not in out
+    assert "printed" in err
+
+
+@commands
+@pytest.mark.usefixtures("package")
+def test_an_engine_that_ends_the_command_has_crashed(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """In the command's own process an exit with status 0 would pass for one that found nothing."""
+    status = ask(command, "answering:does=exit")
+
+    out, err = capfd.readouterr()
+    assert status == json.loads(out.splitlines()[-1])["exit_code"] == 4
     assert "asked it to exit (SystemExit: 0)" in err
