@@ -453,6 +453,14 @@ def test_tensors_of_any_size_cross_whole(model: Path) -> None:
     session.close()
 
 
+def test_a_question_longer_than_the_channel_holds_arrives_whole(model: Path) -> None:
+    """All that gathered since the last call goes along with the next, however much that is."""
+    session = isolated_misbehaviour("nothing", limits=Limits(call_seconds=20.0)).open(model)
+    handles = [session.zeros((1,), "float32") for _ in range(30_000)]
+    assert session.copy_out(handles[-1]).tolist() == [0.0]
+    session.close()
+
+
 def test_a_reduction_that_came_along_answers_nothing_else(tmp_path: Path) -> None:
     """What was asked of the last run is done along with the next one; other questions are answered anew."""
     session = isolated(parse_engine("ort-cpu:threads=1"), Limits()).open(identity(tmp_path))

@@ -158,8 +158,9 @@ class Worker:
             EngineFailedError: it broke a limit.
         """
         deadline = self._deadline(began)
-        unsent, arriving = memoryview(question), Arriving()
-        self._selector.modify(self._channel, selectors.EVENT_READ | selectors.EVENT_WRITE)
+        unsent, arriving = self._send(memoryview(question)), Arriving()
+        if unsent:  # which is rare, and a change of the selector costs
+            self._selector.modify(self._channel, selectors.EVENT_READ | selectors.EVENT_WRITE)
         while True:
             ready = {key.fileobj: events for key, events in self._selector.select(_WATCH_SECONDS)}
             if self._output in ready and not self._read_output():
@@ -170,14 +171,20 @@ class Worker:
                 self._check_memory(doing)
             events = ready.get(self._channel, 0)
             if events & selectors.EVENT_WRITE:
-                with contextlib.suppress(BlockingIOError):
-                    unsent = unsent[self._channel.send(unsent) :]
+                unsent = self._send(unsent)
                 if not unsent:
                     self._selector.modify(self._channel, selectors.EVENT_READ)
             if events & selectors.EVENT_READ and (document := arriving.read(self._channel)) is not None:
                 return document
             if deadline is not None and now > deadline:
                 self._too_slow(doing, began)
+
+    def _send(self, data: memoryview) -> memoryview:
+        """Send what there is room for; the rest."""
+        try:
+            return data[self._channel.send(data) :]
+        except BlockingIOError:
+            return data
 
     def _deadline(self, began: float) -> float | None:
         limits = self._limits
