@@ -38,7 +38,7 @@ def become_kept(life: int, others: Iterable[int]) -> None:
         life: a descriptor that can be read once the parent wants the worker to end, or is no more.
         others: descriptors that are the worker's alone.
     """
-    _prctl(_SET_SUBREAPER, 1)
+    adopts = _prctl(_SET_SUBREAPER, 1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     # It must be there before the worker can end, and do nothing but wake.
@@ -48,7 +48,7 @@ def become_kept(life: int, others: Iterable[int]) -> None:
     if worker:
         for descriptor in others:
             os.close(descriptor)
-        _keep(worker, life, woken)
+        _keep(worker, life, woken, adopts=adopts)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.close(woken)
@@ -57,7 +57,7 @@ def become_kept(life: int, others: Iterable[int]) -> None:
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def _keep(worker: int, life: int, woken: int) -> NoReturn:
+def _keep(worker: int, life: int, woken: int, *, adopts: bool) -> NoReturn:
     """Wait for either end; then leave nothing."""
     for number in signal.valid_signals() - {signal.SIGCHLD, signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # the C library keeps some to itself
@@ -71,7 +71,7 @@ def _keep(worker: int, life: int, woken: int) -> NoReturn:
         if life in ready and status is None:
             os.kill(worker, signal.SIGKILL)
             _, status = os.waitpid(worker, 0)
-    _end_all(worker)
+    _end_all(worker, adopts=adopts)
     _end_as(status)
 
 
@@ -87,12 +87,12 @@ def _reap(worker: int) -> tuple[bool, int | None]:
     return True, status
 
 
-def _end_all(group: int) -> None:
-    """End whatever the worker has left: all that descend from it on Linux, its group elsewhere."""
+def _end_all(group: int, *, adopts: bool) -> None:
+    """End whatever the worker has left: all who descend from it if orphans are ours, else its group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         told: set[int] = set()
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while (left := _left(group)) and time.monotonic() < deadline:
+        while (left := _left(group, adopts=adopts)) and time.monotonic() < deadline:
             for pid in left if number == signal.SIGKILL else left - told:
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)
@@ -100,14 +100,14 @@ def _end_all(group: int) -> None:
             time.sleep(_LOOK_SECONDS)
 
 
-def _left(group: int) -> set[int]:
+def _left(group: int, *, adopts: bool) -> set[int]:
     """Processes that are left, as `os.kill` takes them: the negative number of a group is all of it."""
     if _reap(group)[0]:
         import psutil
 
         with contextlib.suppress(psutil.Error):
             return {child.pid for child in psutil.Process().children(recursive=True)}
-    elif sys.platform != "linux":  # orphans are not handed to us
+    elif not adopts:
         with contextlib.suppress(OSError):
             os.kill(-group, 0)
             return {-group}
@@ -129,10 +129,11 @@ def _end_as(status: int) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def _prctl(what: int, value: int) -> None:
-    """Ask the kernel of Linux; elsewhere, and where it knows no such thing, nothing happens."""
+def _prctl(what: int, value: int) -> bool:
+    """Ask the kernel of Linux; False elsewhere, and where it does no such thing."""
     if sys.platform == "linux":
         import ctypes
 
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(what, value, 0, 0, 0)
+            return bool(ctypes.CDLL(None).prctl(what, value, 0, 0, 0) == 0)
+    return False
