@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.decode.assembling import GivenInput
+from harness.decode.computed import Hollow
 from harness.decode.tables import Added, Looked, Table, Tables
 from harness.errors import InputError
 from harness.package.components import mapping_at
@@ -105,7 +106,7 @@ def _check_elements(
     if bad.any():
         place = np.unravel_index(int(bad.argmax()), array.shape)
         raise InputError(
-            f"{tables.graph.name} is given {name}{list(map(int, place))} = {array[place]}, which is {why}.",
+            f"{tables.path.name} is given {name}{list(map(int, place))} = {array[place]}, which is {why}.",
             next_action="Use IDs of the tokenizer that the model was exported with.",
         )
 
@@ -119,7 +120,7 @@ def _too_long(
     cut = {name: array[..., :most] if array.shape[-1:] == (length,) else array for name, array in fed.items()}
     is_told = 0 < most < length and all(each.fits for each in tables.read(cut))
     return InputError(
-        f"{tables.graph.name} is given {_listed(fed)}, and {_written(reading.table)} has no row "
+        f"{tables.path.name} is given {_listed(fed)}, and {_written(reading.table)} has no row "
         f"{reading.missing} for the last position.",
         next_action=f"Give a source of at most {most} tokens." if is_told else "Give a shorter source.",
     )
@@ -139,13 +140,11 @@ def _lengths_that_fit(
 
 def _length_that_fits(tables: Tables, fed: Mapping[str, NDArray[Any]], name: str, axis: int) -> int | None:
     """The longest array with which all tables go: a longer one becomes as many places or more."""
-    import numpy as np
 
     def added(length: int) -> dict[str, Added]:
         shape = list(fed[name].shape)
         shape[axis] = length
-        array = np.broadcast_to(np.zeros((), fed[name].dtype), shape)
-        found = tables.read({**fed, name: array})
+        found = tables.read({**fed, name: Hollow(fed[name].dtype, tuple(shape))})
         return {each.table.name: each for each in found if isinstance(each, Added)}
 
     wrong = next((each for each in added(fed[name].shape[axis]).values() if not each.fits), None)
@@ -173,7 +172,7 @@ def _misfit(
         shape[due[1]] = due[2]
         takes = f" It takes {due[0].name} {shape}."
     return InputError(
-        f"{tables.graph.name} is given {_listed(fed)}, which becomes {reading.places} places, and "
+        f"{tables.path.name} is given {_listed(fed)}, which becomes {reading.places} places, and "
         f"{_written(reading.table)} has {reading.rows}.{takes}",
         next_action="Give as many frames as the model was exported for, filled up or cut.",
     )
@@ -200,7 +199,7 @@ def _check_frames(
             frames = array.shape[2 if array.shape[1] == bins else 1]
             if (frames + 1) // 2 != places:
                 raise InputError(
-                    f"{tables.graph.name} is given {name} {list(array.shape)}, of {frames} frames, and takes "
+                    f"{tables.path.name} is given {name} {list(array.shape)}, of {frames} frames, and takes "
                     f"{2 * places}: two become one of the max_source_positions of config.json, {places}.",
                     next_action="Give as many frames, filled up or cut.",
                 )

@@ -15,6 +15,7 @@ from harness.decode.assembling import Assembly, GivenInput
 from harness.decode.buffers import StaticBuffers
 from harness.decode.caches import GrowingKv, ReplacedStates
 from harness.decode.calls import Call
+from harness.decode.computed import Fed, Hollow
 from harness.decode.encoder_reach import check_encoder, fitted
 from harness.decode.plan import ExtraFeeds, FeedPlan
 from harness.decode.tables import Looked, Reading, Table, Tables
@@ -158,6 +159,7 @@ class Reach:
         self, values: ExtraFeeds
     ) -> Iterator[tuple[Tables, tuple[GivenInput, ...], dict[str, NDArray[Any]]]]:
         """The graphs that run once a decode, with what they must be given, and the values of it."""
+        arrays = _arrays(values)
         for step in self.assembly.wiring.steps:
             if step.when == "once":
                 given = tuple(
@@ -165,7 +167,8 @@ class Reach:
                     for each in self.assembly.given
                     if each.name in step.wires and step.wires[each.name].first == Feed(each.port.name)
                 )
-                yield self._tables_of(step), given, _given(step, _arrays(values), first=True)
+                fed = {each.name: arrays[each.port.name] for each in given if each.port.name in arrays}
+                yield self._tables_of(step), given, fed
 
     def _tables_of(self, step: Step) -> Tables:
         """Those of a graph."""
@@ -200,14 +203,14 @@ class Reach:
     def _refuse_declared(self, asked: _Asked) -> None:
         """A table as long as declared ends there, though the graph does not show how it is read."""
         for each in self.declared:
-            if each.rows is not None and each.positions < asked.total:
-                for step in self.assembly.wiring.steps:
-                    table = None if step.when == "once" else self._tables_of(step).of_length(each.rows)
-                    if table is not None:
-                        raise self._too_long(step.graph.name, table, asked, each.positions)
+            if each.rows is None or each.positions >= asked.total:
+                continue
+            for step in self.assembly.wiring.steps:
+                if step.when != "once" and self._tables_of(step).has_matrix_of(each.rows):
+                    raise self._too_long(step.graph.name, None, asked, each.positions)
 
-    def _too_long(self, graph: str, table: Table, asked: _Asked, most: int) -> InputError:
-        places = [f"{table.name} {list(table.shape)}"]
+    def _too_long(self, graph: str, table: Table | None, asked: _Asked, most: int) -> InputError:
+        places = [] if table is None else [f"{table.name} {list(table.shape)}"]
         places += [each.place for each in self.declared if each.positions == most]
         left = most - len(asked.prompt) + 1
         return InputError(
@@ -248,10 +251,8 @@ class _Asked:
         return _Asked(self.plan, prompt, total - len(prompt) + 1)
 
 
-def _fed(asked: _Asked, call: Call) -> dict[str, NDArray[Any]]:
-    """What a call is fed, by input of the whole; caches in their shape, without their values."""
-    import numpy as np
-
+def _fed(asked: _Asked, call: Call) -> dict[str, Fed]:
+    """What a call is fed, by input of the whole; of caches the shape alone is known."""
     plan = asked.plan
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for cache in plan.caches:
@@ -267,11 +268,8 @@ def _fed(asked: _Asked, call: Call) -> dict[str, NDArray[Any]]:
                 rows = buffer.shape[buffer.axis] or asked.total
                 shape = (*buffer.shape[: buffer.axis], rows, *buffer.shape[buffer.axis + 1 :])
                 shapes[buffer.input] = (buffer.dtype, shape)
-    empty = {
-        name: np.broadcast_to(np.zeros((), numpy_dtype(dtype)), shape)
-        for name, (dtype, shape) in shapes.items()
-    }
-    return {**_arrays(plan.extra), **empty, **{feed.name: feed.array(call) for feed in plan.calls}}
+    caches = {name: Hollow(numpy_dtype(dtype), shape) for name, (dtype, shape) in shapes.items()}
+    return {**_arrays(plan.extra), **caches, **{feed.name: feed.array(call) for feed in plan.calls}}
 
 
 def _arrays(values: ExtraFeeds) -> dict[str, NDArray[Any]]:
@@ -281,11 +279,11 @@ def _arrays(values: ExtraFeeds) -> dict[str, NDArray[Any]]:
     }
 
 
-def _given(step: Step, fed: Mapping[str, Any], *, first: bool) -> dict[str, NDArray[Any]]:
+def _given(step: Step, fed: Mapping[str, Fed], *, first: bool) -> dict[str, Fed]:
     """What a graph is fed of that, by its own inputs; what other graphs give it is not known."""
     import numpy as np
 
-    found = {}
+    found: dict[str, Fed] = {}
     for name, wire in step.wires.items():
         source = wire.first if first else wire.later
         if isinstance(source, Feed) and source.name in fed:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from fixtures.cache_forms import CountedHeads
 from fixtures.decoder_graphs import CacheForm, GraphOfDecoder
@@ -63,6 +63,18 @@ def test_heads_that_are_counted_with_the_batch_are_driven(form: str, kind: str, 
 
     assert trace.failure is None
     assert trace.token_ids == DECODER.greedy(PROMPT, 12)
+
+
+def test_caches_of_any_type_say_it(tmp_path: Path) -> None:
+    """Those of the layers behind the first one follow from what came before, in the type that it has."""
+    half = TinyDecoder("aaa", vocab=29, width=8, float_dtype=TensorProto.FLOAT16)
+    half.save(tmp_path / "model.onnx", CountedHeads(turned=True))
+
+    assembly = assembly_of(tmp_path)
+
+    names = [f"past_key_values.{i}.{kind}" for i in range(3) for kind in ("key", "value")]
+    assert assembly.topology.facts.extents == {name: {0: 2} for name in names}
+    plan_feeds(assembly.topology, assembly.wiring.inventory)
 
 
 def test_what_shows_nowhere_is_refused_by_name(tmp_path: Path) -> None:
