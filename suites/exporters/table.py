@@ -40,7 +40,7 @@ def table_of(matrix: Mapping[str, Any]) -> str:
     lines += [f"| {label} | {count} |" for label, count in matrix["summary"].items()]
     for exporter in dict.fromkeys(row["exporter"] for row in rows):
         mine = [row for row in rows if row["exporter"] == exporter]
-        made = ", ".join(f"{name} {version}" for name, version in mine[0]["distributions"].items())
+        made = ", ".join(f"{name} {version}" for name, version in sorted(mine[0]["distributions"].items()))
         lines += ["", f"## {exporter}", "", f"{made}.", ""]
         lines += ["| architecture | family | variant | topology | configuration | decode | source | peer |"]
         lines += ["|---|---|---|---|---|---|---|---|"]

@@ -127,7 +127,7 @@ def test_a_graph_that_is_not_its_source_is_the_exporters(
 class _Faulty:
     """ONNX Runtime, which computes with other weights than those of the file."""
 
-    name, description, options = "faulty", "a runtime with a fault", parse_engine("ort-cpu").engine.options
+    name, description, options = "ort-cpu", "a runtime with a fault", parse_engine("ort-cpu").engine.options
 
     def __init__(self, fault: Callable[[Weights], Weights], folder: Path) -> None:
         self._fault, self._folder = fault, folder
