@@ -11,6 +11,9 @@ from hypothesis import settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in the background deaf to Ctrl-C, and so would be all that is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # And `nohup` what it starts deaf to a closed terminal.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Tests import the runtime themselves: it shall neither report to its makers nor leave a file.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
