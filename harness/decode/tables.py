@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["Added", "Looked", "Reading", "Table", "Tables"]
 
 _MOVED = frozenset({"Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
-_KEPT = frozenset({"Cast", "CastLike", "DequantizeLinear", "Identity"})
-"""Operators through which a table is still that table, in part or whole."""
+_KEPT = frozenset({"Cast", "CastLike", "DequantizeLinear", "Expand", "Identity", "Tile"})
+"""Operators through which a table is still that table, in part, whole or repeated."""
 
 _LOOKS: Mapping[tuple[str, str], Sequence[tuple[int, int]]] = {
     ("", "Gather"): ((0, 1),),
+    ("", "GatherElements"): ((0, 1),),
     (CONTRIB, "GatherBlockQuantized"): ((0, 1),),
     ("", "RotaryEmbedding"): ((1, 3),),
     (CONTRIB, "RotaryEmbedding"): ((2, 1),),
@@ -44,13 +45,14 @@ _LOOKS: Mapping[tuple[str, str], Sequence[tuple[int, int]]] = {
 }
 """Operators that look rows up: input positions of a table, and of the rows (ONNX and onnxruntime schemas)."""
 
-_AXES = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
+_AXES = {"Gather": "axis", "GatherElements": "axis", "GatherBlockQuantized": "gather_axis"}
 _GROUPED = (CONTRIB, "GroupQueryAttention")
 _TOTAL, _COS, _POSITIONS = 6, 7, 9
 """Where `GroupQueryAttention` takes the number of all tokens, its table of cosines, and positions."""
 
 _ADDED = frozenset({"Add", "Mul", "Sub"})
-_ASKED = _ADDED | {operator for _, operator in (*_LOOKS, _GROUPED)} | {"Concat", "If"}
+_MULTIPLYING = frozenset({"Gemm", "MatMul"})
+_ASKED = _ADDED | _MULTIPLYING | {operator for _, operator in (*_LOOKS, _GROUPED)} | {"Concat", "If"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +138,14 @@ class Tables:
         return list(_Call(self._graph, fed).readings(self._graph.root))
 
     def has_matrix_of(self, rows: int) -> bool:
-        """Whether a matrix of as many rows is among the weights of the graph."""
-        weights = self._graph.root.weights.values()
-        return any(len(weight.dims) == 2 and weight.dims[0] == rows for weight in weights)
+        """Whether a matrix of as many rows is among the weights of the graph, and not one of a product."""
+        root = self._graph.root
+        factors = {name for node in root.nodes if node.op_type in _MULTIPLYING for name in node.input}
+        return any(
+            len(weight.dims) == 2 and weight.dims[0] == rows
+            for name, weight in root.weights.items()
+            if name not in factors
+        )
 
     def appended(self, ports: Collection[str], fed: Mapping[str, Fed]) -> dict[str, tuple[int, ...]]:
         """The shapes of what a call joins to inputs, such as new keys to a cache, as far as they show.

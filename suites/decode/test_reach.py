@@ -203,6 +203,8 @@ GPT2 = {"model_type": "gpt2", "n_positions": ROWS}
         # What the graph shows counts.
         (ENDLESS["over again"], {"model_type": "llama", "max_position_embeddings": ROWS}, False),
         (SEEN["by pairs"][0], {"model_type": "gpt2", "n_positions": ROWS - 1}, False),
+        # A factor of a product is no table, however many rows it has.
+        (ENDLESS["multiplied"], GPT2, False),
     ],
 )
 def test_a_declared_length_ends_a_decode_only_with_a_table(
