@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ __all__ = ["SourceChoice", "plan_source", "source_options"]
 _DEFAULT_ENGINE = "hf"
 _TOKENIZER = "tokenizer.json"
 _CONFIG = "config.json"
+_WRITTEN_BY = "transformers_version"
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -101,6 +103,8 @@ def plan_source(choice: SourceChoice, model: Model) -> SourcePlan:
     if model.package.tokenizer is not None and (folder / _TOKENIZER).is_file():
         _check_same_tokens(model.package.folder, folder)
     _check_same_model(model.package, folder)
+    if spec.engine.name == _DEFAULT_ENGINE:
+        _warn_of_another_version(folder)
     if can_isolate():
         # How long a source may take is nobody's finding, but it shall not take the memory of the others.
         spec = isolated(spec, Limits(call_seconds=None, memory_bytes=most_memory()))
@@ -143,6 +147,21 @@ def _check_same_model(package: Package, source: Path) -> None:
             f"--source {source} is of the type {their_type}, and the package of the type {our_type}, as each "
             f"{_CONFIG} has it: see that it is the model that was exported."
         )
+
+
+def _warn_of_another_version(source: Path) -> None:
+    """Say that another version of transformers wrote the source than runs it, which may compute otherwise.
+
+    Versions that differ in their last number alone correct faults.
+    """
+    written = _config_of(source).get(_WRITTEN_BY)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        installed = metadata.version("transformers")
+        if isinstance(written, str) and written.split(".")[:2] != installed.split(".")[:2]:
+            report_warning(
+                f"--source {source} was written by transformers {written} ({_CONFIG}), and {installed} runs "
+                "it: where they differ, so may what each makes of the weights."
+            )
 
 
 def _config_of(source: Path) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
 """A chat template in jinja2's sandbox, in a process that does nothing else: `harness.decode.chat` starts it.
 
 A template sees the conversation and the special tokens, and nothing else. Whitespace, the filter `tojson` and
-the statements `break`, `continue` and `generation` are as those of `tokenizer_config.json` expect them. The
-date is not told, so that a prompt is the same every day.
+the statements `break`, `continue` and `generation` are as those of `tokenizer_config.json` expect them, and
+there are no `tools` and no `documents`. It is always the same day, so that a prompt is the same every day.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _Messages = Sequence[Mapping[str, Any]]
+
+_TODAY = date(2024, 7, 26)
+"""The day that templates are told: that which those of Llama 3.1 and later take where they are told none."""
 
 
 class _EndlessError(Exception):
@@ -94,7 +98,8 @@ def _text(template: Template, messages: _Messages, special: Mapping[str, str], *
 
 def _rendered(template: Template, messages: _Messages, special: Mapping[str, str], most: int) -> str:
     pieces = []
-    for piece in template.generate(messages=messages, add_generation_prompt=True, **special):
+    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    for piece in template.generate(**given, **special):
         pieces.append(piece)
         most -= len(piece)
         if most < 0:
@@ -126,6 +131,7 @@ def _compiled(source: str) -> Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _TODAY.strftime
     return environment.from_string(source)
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,20 @@ def test_a_source_of_another_type_is_named(
     assert warned is None or warned in err
     assert "without weights" in err or "holds no mapping" in err or "not installed" in err
     assert document["exit_code"] in (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("written", "warned"),
+    [("5.12.1", True), ("4.24.0", True), ("5.24.9", False), (None, False), (5, False)],
+)
+def test_a_source_that_another_version_wrote_is_named(
+    check: Checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: object, warned: bool
+) -> None:
+    """What transformers makes of the same weights has changed between versions: mamba2's gated norm, once."""
+    monkeypatch.setattr(metadata, "version", lambda name: "5.24.0")
+    source = configs(tmp_path, LLAMA, {**LLAMA, "transformers_version": written})
+    _, err = check("--source", source, "--prompt-ids", "1")
+    assert (f"was written by transformers {written} (config.json), and 5.24.0 runs it" in err) == warned
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -61,13 +61,14 @@ def test_a_conversation_ends_where_the_assistant_begins(tmp_path: Path) -> None:
         ("{{ '<é>' | tojson }}", {}, '"<é>"'),
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", {}, "01"),
         ("a{% generation %}b{{ 1 }}{% endgeneration %}c", {}, "ab1c"),
-        ("{{ strftime_now is defined }}", {}, "False"),
+        ("{{ strftime_now('%d %B %Y') }}", {}, "26 July 2024"),
+        ("{{ tools is none }}, {{ documents is none }}", {}, "True, True"),
     ],
 )
 def test_templates_see_what_they_are_written_for(
     tmp_path: Path, template: Any, more: dict[str, Any], text: str
 ) -> None:
-    """Special tokens as text or mapping, named templates, whitespace, and the usual statements; no date."""
+    """Special tokens as text or mapping, named templates, whitespace, usual statements; always one day."""
     assert render_chat(package(tmp_path, template, **more), ASKED) == text
 
 
