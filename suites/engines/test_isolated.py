@@ -33,6 +33,7 @@ from fixtures.misbehaving import (
 from harness.decode.loop import greedy_decode
 from harness.decode.trace import Trace, TraceFailure
 from harness.engines.base import Session
+from harness.engines.isolated import memory
 from harness.engines.isolated.engine import isolated
 from harness.engines.isolated.limits import Limits, memory_text, read_memory
 from harness.engines.reduce import top_logits_of
@@ -219,6 +220,18 @@ def test_memory_that_processes_share_counts_once(model: Path) -> None:
     trace = decode(spec, model)
     assert trace.failure is None
     assert len(trace.token_ids) == TOKENS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells what is shared")
+def test_a_process_that_has_just_ended_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted when sizes were added up, and is gone when shares are: the others' shares are still known."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    watched = memory.HeldMemory(os.getpid())
+    monkeypatch.setattr(watched, "_look", lambda: None)
+    monkeypatch.setattr(watched, "_known", [os.getpid(), ended.pid])
+    monkeypatch.setattr(memory, "_own", lambda pid: 1 << 40)
+    assert watched.bytes_beyond(1 << 39) is None
 
 
 def test_a_python_error_is_a_crash_with_its_traceback(model: Path) -> None:

@@ -74,8 +74,8 @@ def _shared_once(pids: Iterable[int]) -> int | None:
     for pid in pids:
         try:
             found = _SHARE.findall(Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8"))
-        except ProcessLookupError:
-            continue  # gone
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # gone, or this system has no such file at all
         except OSError:
             return None
         total += 1024 * sum(map(int, found))
