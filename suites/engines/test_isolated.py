@@ -224,7 +224,7 @@ def test_memory_that_processes_share_counts_once(model: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells what is shared")
 def test_a_process_that_has_just_ended_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counted when sizes were added up, and is gone when shares are: the others' shares are still known."""
+    """It counted when sizes were added up, and is gone when shares are: those of the others still count."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     watched = memory.HeldMemory(os.getpid())
