@@ -96,7 +96,7 @@ class Miscompiling:
     """A runtime that computes another graph than it is given: what a defect in its kernels comes to."""
 
     graph: Path
-    name: str = "miscompiling"
+    name: str = "ort-cpu"  # as what it opens says
     description: str = "a real engine on a wrong graph"
     options: Mapping[str, EngineOption] = field(default_factory=lambda: MappingProxyType({}))
 
