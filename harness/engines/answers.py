@@ -14,7 +14,7 @@ from harness.engines.base import BatchingSession, OptionValue, Session, SessionI
 from harness.errors import EngineFailedError, shown
 from harness.ports import PortInventory
 
-__all__ = ["checked", "largest", "largest_of_rows"]
+__all__ = ["checked", "largest", "largest_of_rows", "may_follow"]
 
 _MODES = ("eager", "captured", None)
 _NEXT = "Report it to the engine."
@@ -99,7 +99,7 @@ def _sound(top: Any, count: int, vocabulary: int) -> TopLogits | str:
     for place, value in enumerate(values):
         if type(value) is not float:
             return f"the logit of token {ids[place]} is {shown(value)}, which must be a float"
-        if place and not _is_behind(value, ids[place], values[place - 1], ids[place - 1]):
+        if place and not may_follow(value, ids[place], values[place - 1], ids[place - 1]):
             return (
                 f"token {ids[place]} with {value:g} stands behind token {ids[place - 1]} with "
                 f"{values[place - 1]:g}; the largest comes first, of equal ones the lowest ID, and NaN last"
@@ -120,8 +120,8 @@ def _own(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _is_behind(value: float, token: int, before: float, token_before: int) -> bool:
-    """Whether an entry may follow another. In which order several NaN stand says nothing."""
+def may_follow(value: float, token: int, before: float, token_before: int) -> bool:
+    """Whether an entry of the largest logits may follow another: equal ones by ID, NaN last in any order."""
     if math.isnan(value):
         return True
     return before > value or (before == value and token_before < token)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.decode.trace import Trace, TraceFailure
+from harness.engines.answers import may_follow
 from harness.engines.base import SessionInfo, TopLogits
 from harness.engines.tensor_types import is_native, numpy_dtype
 from harness.errors import EngineFailedError, FailureDetails
@@ -271,8 +272,7 @@ def _fault_of_logits(top: TopLogits) -> str | None:
     if not top.has_nan and any(map(math.isnan, top.values)):
         return "a logit that is NaN, and says that it has none"
     for (before, larger), (token, value) in pairwise(pairs):
-        # NaN stands last; in which order several of them stand says nothing.
-        if not (math.isnan(value) or larger > value or (larger == value and before < token)):
+        if not may_follow(value, token, larger, before):
             return (
                 f"token {token} with {value:g} behind token {before} with {larger:g}: the largest logit "
                 "comes first, and of equal ones the lowest ID"
